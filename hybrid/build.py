@@ -1,0 +1,73 @@
+"""From a resolved configuration to an engine, on every rank of a running world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+
+from hybrid.config.deepspeed import deepspeed_config, scheduler_of
+from hybrid.config.run import RunConfig
+from hybrid.convert.hf import load_hf
+from hybrid.grid import Grid
+from hybrid.optim.build import optimizer_factory
+from hybrid.optim.distributed import OptimizerSettings
+from hybrid.optim.engine import HybridEngine
+from hybrid.optim.schedule import lr_factor
+from hybrid.pipeline.module import LlamaPipeline
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:
+    """The engine of this rank, its weights drawn from the seed or read from `hybrid.init_from`; a collective call."""
+    recompute = run.hybrid.recompute
+    module = LlamaPipeline(
+        run.model,
+        grid,
+        layers_per_stage=run.layers_per_stage,
+        dtype=DTYPES[run.precision],
+        device=device,
+        seed=run.hybrid.training.seed,
+        recompute=recompute.granularity,
+        recompute_layers=recompute.num_layers,
+    )
+    if run.hybrid.init_from is not None:
+        load_hf(module, run.model, Path(run.hybrid.init_from))
+    return HybridEngine(
+        module,
+        grid,
+        deepspeed_config(run),
+        optimizer_settings(run),
+        optimizer_factory(run.optimizer_type, run.optimizer_params),
+        lambda inner: make_scheduler(run, inner),
+    )
+
+
+def optimizer_settings(run: RunConfig) -> OptimizerSettings:
+    """What the configuration says to the distributed optimizer."""
+    sharding = run.hybrid.optimizer.gradient_sharding
+    return OptimizerSettings(
+        stage=run.zero_stage,
+        bucket_size=run.reduce_bucket_size,
+        nominal_tokens=run.tokens_per_step,
+        gradient_sharding="microbatch" if sharding == "auto" else sharding,
+        wire_dtype=DTYPES[run.communication_dtype],
+        gradient_clipping=run.gradient_clipping,
+        overlap=run.hybrid.optimizer.overlap,
+        max_skipped_steps=run.hybrid.training.max_skipped_steps,
+        fp16=run.ds["fp16"] if run.precision == "fp16" else None,
+    )
+
+
+def make_scheduler(run: RunConfig, inner: torch.optim.Optimizer) -> Any:
+    """The learning-rate scheduler: this package's schedule, or the one of DeepSpeed's `scheduler` section."""
+    section = scheduler_of(run.ds)
+    if section is not None:
+        name, params = section
+        return getattr(lr_schedules, name)(inner, **params)
+    schedule = run.hybrid.training.lr_schedule
+    assert schedule is not None, "the configuration has one of the two"
+    return torch.optim.lr_scheduler.LambdaLR(inner, lr_factor(schedule, run.hybrid.training.train_steps))

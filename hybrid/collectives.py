@@ -1,0 +1,8 @@
+"""The names of torch's flat collectives, which torch 2.13 renamed."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,79 @@
+"""The command-line arguments of every training script."""
+
+from __future__ import annotations
+
+import argparse
+
+from hybrid.config.errors import ConfigError
+from hybrid.config.load import load_config, shipped_configs
+from hybrid.config.overrides import FLAGS
+from hybrid.config.run import RunConfig
+
+_HELP = {
+    "train_steps": "optimizer steps of the whole run",
+    "seq_length": "tokens per sample",
+    "model": "preset, folder with a config.json, or JSON file",
+    "tokenizer": "folder or name of a Hugging Face tokenizer",
+    "data": "demo, or .jsonl, .txt or .parquet files",
+    "output_dir": "folder for metrics, checkpoints and the final model",
+    "seed": "of weights, sample order and dropout",
+    "resume": "checkpoint folder, or (also without a value) latest",
+    "init_from": "folder with Hugging Face weights to start from",
+    "save_every": "steps between checkpoints; 0: only at the end",
+    "eval_every": "steps between evaluations; 0: never",
+}
+
+_WHOLE_NUMBERS = ("train_steps", "seq_length", "seed", "save_every", "eval_every")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--ds_config`, a flag for each common key, `--set` and `--dry_run`."""
+    parser.add_argument(
+        "--ds_config",
+        "--deepspeed_config",
+        required=True,
+        metavar="FILE|NAME",
+        help=f"configuration file, or a shipped one: {', '.join(shipped_configs())}",
+    )
+    for flag, path in FLAGS.items():
+        kind = int if flag in _WHOLE_NUMBERS else str
+        help_text = f"{_HELP[flag]} ({path})"
+        if flag == "data":
+            parser.add_argument("--data", nargs="+", metavar="SOURCE", help=help_text)
+        elif flag == "resume":
+            parser.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=help_text)
+        else:
+            parser.add_argument(f"--{flag}", type=kind, help=help_text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="PATH=JSON",
+        help="set any key of the file, as in --set bf16.enabled=false; repeatable, applied after the flags",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="print the resolved configuration and the rank map")
+    parser.add_argument("--world_size", type=int, metavar="RANKS", help="with --dry_run: the ranks to plan for")
+    # Launchers of DeepSpeed and torch before 2.0 add it; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def run_config_from_args(args: argparse.Namespace, world_size: int | None) -> RunConfig:
+    """The run that parsed arguments ask for.
+
+    Args:
+        world_size: ranks of the running world; None if there is none, as in a dry run.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    if args.world_size is not None:
+        if not args.dry_run:
+            raise ConfigError(["--world_size only goes with --dry_run: the launcher sets the ranks of a run"])
+        if args.world_size < 1:
+            raise ConfigError([f"--world_size is {args.world_size}: it must be at least 1"])
+        world_size = args.world_size
+    flags = {flag: getattr(args, flag) for flag in FLAGS}
+    if flags["data"] is not None and len(flags["data"]) == 1:
+        flags["data"] = flags["data"][0]
+    return load_config(args.ds_config, args.overrides, flags, world_size)

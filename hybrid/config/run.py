@@ -1,0 +1,65 @@
+"""The resolved configuration of a run: everything decided, nothing left to look up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybrid.config.model import LlamaConfig
+from hybrid.config.parallel import ParallelConfig
+from hybrid.config.training import HybridConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, for one world size."""
+
+    ds: dict[str, Any]
+    """DeepSpeed's keys as they stand in the file, with the batch triple and the defaults filled in."""
+    hybrid: HybridConfig
+    """The `hybrid` section."""
+    model: LlamaConfig
+    """The architecture that `hybrid.model` names."""
+    parallel: ParallelConfig
+    """The process grid."""
+    precision: Precision
+    """Dtype of weights and activations; master weights and moments are fp32 always."""
+    zero_stage: Literal[0, 1, 2]
+    """What is sharded over the data-parallel ranks: nothing, optimizer states, or gradients too."""
+    micro_batch_size: int
+    """Samples per forward pass of a replica."""
+    gradient_accumulation_steps: int
+    """Forward passes per optimizer step."""
+    global_batch_size: int
+    """Samples per optimizer step, over all replicas."""
+    reduce_bucket_size: int
+    """Elements per bucket of gradients."""
+    communication_dtype: Precision
+    """Dtype in which gradients travel; they are accumulated in fp32."""
+    gradient_clipping: float
+    """Largest norm of the gradient; 0 does not clip."""
+    optimizer_type: str
+    """Adam, AdamW, SGD or Lion."""
+    optimizer_params: dict[str, Any]
+    """Every parameter of that optimizer."""
+    layers_per_stage: tuple[int, ...]
+    """Decoder layers of each pipeline stage."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions per optimizer step, masked ones included."""
+        return self.global_batch_size * self.hybrid.data.seq_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as a file that gives the same run again, whatever becomes of the model's folder."""
+        section = self.hybrid.model_dump()
+        section["model"] = self.model.to_hf(self.precision)
+        section["pipeline_split"] = list(self.layers_per_stage)
+        return {**self.ds, "hybrid": section}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"

@@ -1,0 +1,130 @@
+"""The `hybrid` section of the configuration file: everything DeepSpeed has no key for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RecomputeConfig(_Section):
+    """What the forward pass does not keep but computes again in backward; a bare string is the granularity."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    """`selective`: the cheap, large intermediates of a layer; `full`: all but its input. Default none."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """The first so many decoder layers of each stage recompute. Default: all of them."""
+
+
+class DataConfig(_Section):
+    """Where the tokens come from."""
+
+    source: str | list[str] = "demo"
+    """`demo` (text of the standard library), or .jsonl, .txt or .parquet files. Default demo."""
+    seq_length: int = Field(default=512, ge=1)
+    """Tokens per sample. Default 512."""
+    text_key: str = "text"
+    """Field of a .jsonl or .parquet row that holds the text. Default text."""
+    eval_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the samples held out for evaluation. Default 0.05."""
+    cache_dir: str | None = None
+    """Folder for prepared tokens. Default: a folder in the user's cache."""
+
+
+class LrScheduleConfig(_Section):
+    """The learning rate as a fraction of the optimizer's `lr`, by step."""
+
+    type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up: down to min_lr_ratio at train_steps (cosine, linear), constant, or wsd: constant, then down
+    in the last decay_steps (Hu et al. 2024). Default cosine."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear rise; the last of them has the full rate. Default 0."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Fraction that is left after the decay. Default 0.1."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """wsd: the last steps of the run, in which the rate falls linearly. Default: a tenth of train_steps."""
+
+
+class TrainingConfig(_Section):
+    """The course of a run."""
+
+    train_steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole run, those before a resume included. Default 100."""
+    seed: int = Field(default=1234, ge=0)
+    """Seeds weights, sample order and dropout. Default 1234."""
+    output_dir: str = "output"
+    """Folder for metrics, checkpoints and the final model. Default output."""
+    lr_schedule: LrScheduleConfig | None = LrScheduleConfig()
+    """Learning-rate schedule; null where DeepSpeed's `scheduler` section is used instead. Default cosine."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on held-out data; 0 never evaluates. Default 0."""
+    eval_batches: int = Field(default=4, ge=1)
+    """Global batches per evaluation. Default 4."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end. Default 0."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between console lines; metrics.jsonl has every step. Default 1."""
+    resume: str | None = None
+    """Checkpoint folder to continue from; `latest` is the newest complete one in output_dir. Default: a fresh start."""
+    max_skipped_steps: int = Field(default=20, ge=1)
+    """Steps in a row that may be skipped for non-finite gradients before the run stops. Default 20."""
+
+
+class HybridOptimizerConfig(_Section):
+    """How the distributed optimizer communicates; what it computes is DeepSpeed's `optimizer` section."""
+
+    gradient_sharding: Literal["auto", "step", "microbatch"] = "auto"
+    """Reduce-scatter gradients once a step or after each microbatch; `auto` decides from the stage. Default auto."""
+    overlap: bool = True
+    """Communicate while computing. `zero_optimization.overlap_comm` means the same. Default true."""
+
+
+class HybridConfig(_Section):
+    """The `hybrid` section."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every layer's matrices. Default 1."""
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Stages the decoder layers are cut into. Default 1."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions along the sequence. Default false."""
+    pipeline_split: list[int] | None = None
+    """Decoder layers of each stage. Default: balanced, with the embedding and the head weighed in."""
+    recompute: RecomputeConfig = RecomputeConfig()
+    """Activation recomputation. Default none."""
+    model: str | dict[str, Any] = "demo"
+    """Preset name, folder with a config.json, JSON file, or the content of a config.json. Default demo."""
+    tokenizer: str | None = None
+    """Folder or name of a Hugging Face tokenizer. Default: that of the model folder, or of the demo data."""
+    init_from: str | None = None
+    """Folder with Hugging Face weights to start from. Default: fresh weights."""
+    data: DataConfig = DataConfig()
+    """Data."""
+    training: TrainingConfig = TrainingConfig()
+    """Course of the run."""
+    optimizer: HybridOptimizerConfig = HybridOptimizerConfig()
+    """Communication of the optimizer."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _bare_granularity(cls, value: object) -> object:
+        return {"granularity": value} if isinstance(value, str) else value
+
+
+def hybrid_paths() -> set[str]:
+    """The dotted path of every key of the section, sections included."""
+
+    def walk(model: type[BaseModel], prefix: str) -> set[str]:
+        paths = set()
+        for name, field in model.model_fields.items():
+            paths.add(prefix + name)
+            for kind in (field.annotation, *get_args(field.annotation)):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    paths |= walk(kind, f"{prefix}{name}.")
+        return paths
+
+    return walk(HybridConfig, "hybrid.")

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to and from the sharded layout."""

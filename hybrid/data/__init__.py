@@ -1,0 +1,1 @@
+"""Pretraining data: text to token files, token files to samples, samples to microbatches."""

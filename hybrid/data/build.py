@@ -1,0 +1,217 @@
+"""From what the user names as data to the sets a run reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from hybrid.data import cache, indexed
+from hybrid.data.blend import BlendedDataset
+from hybrid.data.corpus import CorpusInfo, check_corpus, corpus_info
+from hybrid.data.indexes import split_documents
+from hybrid.data.prepare import TokenizeJob, prepare_corpus
+from hybrid.data.samples import Corpus, GPTDataset, HalvedDocument, SampleSource
+from hybrid.data.sources import plan_units, source_state
+from hybrid.data.tokenizer import DEMO, TextTokenizer, check_vocabulary, demo_texts, load_tokenizer
+
+_CACHE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """The data of a run."""
+
+    source: str | Sequence[str]
+    """`demo`; a text file, folder or glob; the PREFIX of a token file; or a blend `w1 path1 w2 path2 ...`, as one
+    string or as a list. Paths without weights are blended by size."""
+    tokenizer: str | None
+    """A folder, a Hugging Face name or `demo`; None is right for token files and for the demo."""
+    seq_length: int
+    """Tokens per sample."""
+    vocab_size: int
+    """Ids the model has."""
+    seed: int
+    eval_fraction: float = 0.0
+    """Share of the documents held out for evaluation."""
+    test_fraction: float = 0.0
+    """Share of the documents held out from both."""
+    cache_dir: str | None = None
+    """Where prepared text and indexes are kept; None is `~/.cache/hybrid`."""
+    text_key: str = "text"
+    """The field of a JSONL object or parquet row that holds the text."""
+    reset_attention: bool = False
+    """Samples also say where documents start; see `GPTDataset`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataModule:
+    """The sets of a run."""
+
+    train: SampleSource
+    eval: SampleSource | None
+    test: SampleSource | None
+    tokenizer: TextTokenizer | None
+    """None for token files when no tokenizer was named."""
+    fingerprint: str
+    """Equal for two runs exactly if equal positions give equal samples: a resumed run checks it."""
+    corpora: tuple[CorpusInfo, ...]
+
+
+def build_data(spec: DataSpec) -> DataModule:
+    """Open the data of a run; text is tokenised and large indexes are built at first use.
+
+    Safe to call from all processes at once. It is quicker if one process calls it first, since the others then find
+    all that it prepared.
+
+    Raises:
+        ValueError: the data cannot be read, does not suit the model or the tokenizer, or is too little.
+    """
+    folder = Path(spec.cache_dir) if spec.cache_dir else cache.default_cache_dir()
+    tokenizer = _tokenizer(spec, folder)
+    weights, paths = parse_blend(spec.source)
+    opened = [_open_corpus(path, spec, tokenizer, folder) for path in paths]
+    sets = [_component(dataset, info, spec, tokenizer, folder) for dataset, info in opened]
+    train, evaluation, test = (list(group) for group in zip(*sets, strict=True))
+    infos = tuple(info for _, info in opened)
+    return DataModule(
+        train=_blend([part for part in train if part is not None], weights),
+        eval=_blend([part for part in evaluation if part is not None], None) if spec.eval_fraction else None,
+        test=_blend([part for part in test if part is not None], None) if spec.test_fraction else None,
+        tokenizer=tokenizer,
+        fingerprint=_fingerprint(spec, infos, weights),
+        corpora=infos,
+    )
+
+
+def parse_blend(source: str | Sequence[str]) -> tuple[list[Fraction] | None, list[str]]:
+    """(weights, paths) of a data source; weights is None where none are given.
+
+    Raises:
+        ValueError: weights and paths do not alternate.
+    """
+    words = _words(source)
+    if not words:
+        raise ValueError("no data source is given; name a file, a token file's PREFIX, or 'demo'")
+    if _number(words[0]) is None or len(words) == 1:
+        return None, words
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or None in weights:
+        raise ValueError(f"{' '.join(words)!r} is no blend: weights and paths alternate, as in '0.3 path1 0.7 path2'")
+    found = [weight for weight in weights if weight is not None]
+    if any(weight <= 0 for weight in found):
+        raise ValueError(f"the blend's weights {words[::2]} must all be above 0; leave out a path of weight 0")
+    return found, words[1::2]
+
+
+def _words(source: str | Sequence[str]) -> list[str]:
+    if not isinstance(source, str):
+        return [str(word) for word in source]
+    first = source.split(maxsplit=1)[:1]
+    return source.split() if first and _number(first[0]) is not None else [source] if source else []
+
+
+def _number(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _tokenizer(spec: DataSpec, folder: Path) -> TextTokenizer | None:
+    name = spec.tokenizer
+    if name is None and spec.source == DEMO:
+        name = DEMO
+    if name is None:
+        return None
+    tokenizer = load_tokenizer(name, folder)
+    check_vocabulary(tokenizer, spec.vocab_size)
+    return tokenizer
+
+
+def _open_corpus(
+    path: str, spec: DataSpec, tokenizer: TextTokenizer | None, folder: Path
+) -> tuple[indexed.IndexedDataset, CorpusInfo]:
+    prefix = Path(path.removesuffix(".bin").removesuffix(".idx"))
+    if not indexed.exists(prefix):
+        prefix = _cached_corpus(path, spec, tokenizer, folder)
+    dataset = indexed.IndexedDataset(prefix)
+    info = corpus_info(dataset, folder)
+    check_corpus(dataset, info, spec.vocab_size, tokenizer)
+    return dataset, info
+
+
+def _cached_corpus(path: str, spec: DataSpec, tokenizer: TextTokenizer | None, folder: Path) -> Path:
+    """Tokenise a text source into the cache, unless it is there."""
+    if path.endswith((".bin", ".idx")):
+        raise ValueError(f"token file {path!r} does not exist; it is a pair of PREFIX.bin and PREFIX.idx")
+    if tokenizer is None:
+        raise ValueError(
+            f"data source {path!r} is text (there is no {path}.bin and .idx), and no tokenizer is named: "
+            "set one (a folder, a Hugging Face name, or 'demo')"
+        )
+    state = hashlib.sha256("".join(demo_texts()).encode()).hexdigest() if path == DEMO else source_state(path)
+    plan_key = cache.fingerprint(_CACHE_VERSION, path, state)
+    finished = folder / f"corpus-{cache.fingerprint(plan_key, tokenizer.behaviour, spec.text_key)}"
+    if not finished.is_dir():
+        temporary = cache.temporary_beside(finished)
+        job = TokenizeJob(tokenizer=tokenizer.name, cache_dir=str(folder), text_key=spec.text_key)
+        prepare_corpus(plan_units(path), job, temporary / "tokens", plan_key=plan_key)
+        cache.publish_folder(temporary, finished)
+    return finished / "tokens"
+
+
+def _component(
+    dataset: indexed.IndexedDataset, info: CorpusInfo, spec: DataSpec, tokenizer: TextTokenizer | None, folder: Path
+) -> tuple[GPTDataset | None, ...]:
+    """Training, evaluation and test set of one corpus."""
+    fractions = (spec.eval_fraction, spec.test_fraction)
+    corpus: Corpus = dataset
+    name = f"data source {dataset.prefix}"
+    if len(dataset) == 1 and spec.eval_fraction and not spec.test_fraction:
+        # A single long text: its end is held out.
+        corpus = HalvedDocument(dataset, round(dataset.num_tokens * (1 - spec.eval_fraction)))
+        parts = [np.array([0]), np.array([1]), np.zeros(0, np.int64)]
+    else:
+        parts = split_documents(len(dataset), fractions, folder, name)
+    pad_id = tokenizer.pad_id if tokenizer is not None and tokenizer.pad_id is not None else 0
+
+    def samples(documents: np.ndarray, seed: int | None) -> GPTDataset:
+        return GPTDataset(
+            corpus,
+            documents,
+            seq_length=spec.seq_length,
+            seed=seed,
+            reset_attention=spec.reset_attention,
+            pad_id=pad_id,
+            cache_dir=folder,
+            content=info.content,
+        )
+
+    seeds = (spec.seed, None, None)
+    try:
+        return tuple(samples(part, seed) if len(part) else None for part, seed in zip(parts, seeds, strict=True))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; give more text, or change the held-out fractions {fractions}") from error
+
+
+def _blend(sources: Sequence[SampleSource], weights: Sequence[Fraction] | None) -> SampleSource:
+    if len(sources) == 1:
+        return sources[0]
+    return BlendedDataset.by_size(sources) if weights is None else BlendedDataset(sources, weights)
+
+
+def _fingerprint(spec: DataSpec, infos: Sequence[CorpusInfo], weights: Sequence[Fraction] | None) -> str:
+    return cache.fingerprint(
+        [info.content for info in infos],
+        [str(weight) for weight in weights or ()],
+        spec.seq_length,
+        spec.seed,
+        spec.eval_fraction,
+        spec.test_fraction,
+        spec.reset_attention,
+    )

@@ -1,0 +1,1 @@
+"""The LLaMA decoder, layer by layer, on a bare tensor-parallel group."""

@@ -1,0 +1,67 @@
+"""Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from hybrid.tensor_parallel.context import TensorParallel
+from hybrid.tensor_parallel.params import ParamSpec, replicated, set_spec
+
+
+class _RMSNorm(Function):
+    """y = w x / rms(x), the statistics in fp32; x / rms(x) is rounded to x's dtype before w, as in Hugging Face.
+
+    Keeps x and 1 / rms(x), one number per token; plain operations would keep three tensors as large as x, in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = x.float()
+        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * (exact * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        need_input, need_weight, _ = ctx.needs_input_grad
+        normed = x.float() * scale
+        grad_input = grad_weight = None
+        if need_weight:
+            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if need_input:
+            inner = grad.float() * weight
+            grad_input = ((inner - normed * (inner * normed).mean(-1, keepdim=True)) * scale).to(x.dtype)
+        return grad_input, grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """[..., h] to the same; the weight is held whole by every tensor-parallel rank.
+
+    Under sequence parallelism each rank sees its part of the sequence only, so the weight's gradient is a partial sum,
+    which the optimizer adds up over the ranks (`sequence_partial`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        name: str,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+        segment = replicated(f"{name}.weight", (hidden_size,), tp.rank, tp.size)
+        set_spec(self.weight, ParamSpec(segments=(segment,), decay=False, sequence_partial=tp.sequence_sharded))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return result

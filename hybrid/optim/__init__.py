@@ -1,0 +1,1 @@
+"""The distributed optimizer and the engine that drives it."""

@@ -1,0 +1,304 @@
+"""The distributed optimizer: gradients reduced to shards, the step taken on fp32 shards, the weights gathered back.
+
+The order of things is Megatron-LM's: backward fills contiguous buckets that are reduced over the data-parallel ranks
+while it goes on; the optimizer updates this rank's fp32 shard; the shard is written back into the parameters' buckets
+and gathered, each bucket waited for by the first layer of the next forward that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybrid.grid import Grid
+from hybrid.optim.build import MakeOptimizer
+from hybrid.optim.gradients import GradientBuckets, MicrobatchGradients, StepGradients
+from hybrid.optim.layout import Piece, build_layout
+from hybrid.optim.loss_scaler import LossScaler
+from hybrid.optim.parameters import ParameterBuckets
+from hybrid.optim.replicas import ReplicaGradients
+from hybrid.tensor_parallel.params import param_spec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """What the distributed optimizer is told; see the configuration table for the keys behind it."""
+
+    stage: Literal[0, 1, 2]
+    bucket_size: int
+    """Elements a bucket aims at."""
+    nominal_tokens: int
+    """Supervised tokens of a step in which no label is masked; gradients travel divided by it."""
+    gradient_sharding: Literal["step", "microbatch"] = "microbatch"
+    """Under stage 2: reduce every microbatch into a shard, or once a step from a full buffer."""
+    wire_dtype: torch.dtype = torch.float32
+    gradient_clipping: float = 0.0
+    """Largest global norm of the gradient; 0 does not clip."""
+    overlap: bool = True
+    """Let the parameters' all-gather run on into the next forward."""
+    max_skipped_steps: int = 20
+    """Steps in a row without a finite gradient after which the run stops."""
+    fp16: dict[str, Any] | None = None
+    """DeepSpeed's `fp16` section when the model is in fp16."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, alike on every rank."""
+
+    loss: float
+    """Summed over the global batch's supervised tokens, divided by their number."""
+    tokens: int
+    grad_norm: float
+    """fp32 norm of the gradient of that loss, before clipping."""
+    skipped: bool
+    reason: str = ""
+
+
+class DistributedOptimizer:
+    """ZeRO stage 0, 1 or 2 for one pipeline stage's parameters.
+
+    Args:
+        layers: (name, parameter) pairs by pipeline layer, in forward order; a shared parameter at its first use.
+            Parameters that do not require gradients stay as they are and cost nothing.
+        grid: this rank's place and groups.
+        settings: stage, bucket size, clipping, ...
+        make_optimizer: builds the elementwise torch optimizer over this rank's fp32 pieces.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[tuple[str, nn.Parameter]]],
+        grid: Grid,
+        settings: OptimizerSettings,
+        make_optimizer: MakeOptimizer,
+    ) -> None:
+        self.settings = settings
+        self._grid = grid
+        # Backward makes the gradients of the last layer first: that is the order in which buckets fill.
+        self._params = [p for layer in reversed(layers) for _, p in reversed(layer) if p.requires_grad]
+        if not self._params:
+            raise ValueError(f"rank {grid.rank} has no trainable parameter: every pipeline stage needs one")
+        self._device = self._params[0].device
+        sharded = settings.stage > 0 and grid.data_group is not None
+        shard = grid.data_rank if sharded else 0
+        # A tied embedding shares its bucket with nothing, so that its shards lie alike on the first and last stage.
+        self.layout = build_layout(
+            [param.numel() for param in self._params],
+            bucket_size=settings.bucket_size,
+            num_shards=grid.parallel.data_parallel_size if sharded else 1,
+            alone=frozenset(i for i, param in enumerate(self._params) if param_spec(param).tied),
+        )
+        self.pieces = self.layout.pieces(shard)
+        self.parameters = ParameterBuckets(self._params, self.layout, grid.data_group if sharded else None, shard)
+        self.gradients = self._make_gradients(shard)
+        self._layer_buckets = self._buckets_by_layer(layers)
+        self.masters = self._make_masters()
+        self.inner = make_optimizer(self._groups())
+        self._replicas = ReplicaGradients(
+            self._params,
+            self.pieces,
+            [self.gradients.view(piece) for piece in self.pieces],
+            grid,
+            counts_norm=sharded or grid.data_rank == 0,
+        )
+        self._scaler = LossScaler(settings.fp16) if settings.fp16 is not None else None
+        self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._versions = [param._version for param in self._params]
+        self._skips = 0
+        self.result: StepResult | None = None
+
+    def _make_gradients(self, shard: int) -> GradientBuckets:
+        settings, group = self.settings, self._grid.data_group
+        if settings.stage == 2 and settings.gradient_sharding == "microbatch" and group is not None:
+            return MicrobatchGradients(self._params, self.layout, group, shard, wire=settings.wire_dtype)
+        return StepGradients(
+            self._params, self.layout, group, shard, wire=settings.wire_dtype, all_reduce=settings.stage == 0
+        )
+
+    def _buckets_by_layer(self, layers: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> list[list[int]]:
+        bucket_of = {
+            id(self._params[item.index]): bucket.index for bucket in self.layout.buckets for item in bucket.placements
+        }
+        return [sorted({bucket_of[id(p)] for _, p in layer if id(p) in bucket_of}, reverse=True) for layer in layers]
+
+    def _make_masters(self) -> list[nn.Parameter]:
+        """This rank's fp32 pieces; of an fp32 model they are the parameters themselves."""
+        masters = []
+        for piece in self.pieces:
+            master = nn.Parameter(self.parameters.view(piece).float())
+            master.grad = self.gradients.view(piece)
+            masters.append(master)
+        return masters
+
+    def _groups(self) -> list[dict[str, Any]]:
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for piece, master in zip(self.pieces, self.masters, strict=True):
+            (decayed if param_spec(self._params[piece.index]).decay else plain).append(master)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        # A rank can own nothing of a small model; torch wants a parameter, so it gets an empty one.
+        return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(0))]}]
+
+    # What the pipeline engine calls, in the order of a step.
+
+    @property
+    def backward_scale(self) -> float:
+        """What a microbatch's summed loss is multiplied by before its backward."""
+        return self.loss_scale / self.settings.nominal_tokens
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def begin_microbatch(self, last: bool) -> None:
+        """Before a microbatch's backward."""
+        self.gradients.begin_microbatch(last)
+
+    def end_microbatch(self) -> None:
+        """After a microbatch's backward."""
+        self.gradients.end_microbatch()
+
+    def add_loss(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count a microbatch's summed loss and supervised tokens; called by one tensor-parallel rank of the last stage."""
+        self._loss += torch.stack([loss_sum.detach().double(), tokens.double()])
+
+    def finish_gradients(self) -> None:
+        """Wait for the data-parallel reduction, then add up what replicas hold in parts."""
+        self.gradients.finish()
+        self._replicas.reduce()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the weights, or skip on every rank alike if any rank's gradient is not finite.
+
+        Raises:
+            RuntimeError: too many skips in a row, or fp16 overflow at the minimum loss scale; on every rank.
+        """
+        self._refresh_changed()
+        norm_and_flag = self._replicas.local_norm(self._device)
+        totals = torch.cat([norm_and_flag, self._loss])
+        if self._grid.world_size > 1:
+            dist.all_reduce(totals)
+        square_sum, bad_ranks, loss_sum, tokens = totals.tolist()
+        if bad_ranks or not tokens:
+            self._skip(loss_sum, int(tokens), norm_and_flag[1])
+            return
+        scale = self.settings.nominal_tokens / (tokens * self.loss_scale)
+        grad_norm = square_sum**0.5 * scale
+        limit = self.settings.gradient_clipping
+        factor = scale * min(1.0, limit / (grad_norm + 1e-6)) if limit else scale
+        if factor != 1.0:
+            torch._foreach_mul_([self.gradients.view(piece) for piece in self.pieces], factor)
+        self.inner.step()
+        self._write_back()
+        self.result = StepResult(loss_sum / tokens, int(tokens), grad_norm, skipped=False)
+        self._skips = 0
+        if self._scaler is not None:
+            self._scaler.update(overflow=False)
+
+    def _skip(self, loss_sum: float, tokens: int, flag: torch.Tensor) -> None:
+        if tokens:
+            flags = torch.zeros(self._grid.world_size, device=self._device)
+            flags[self._grid.rank] = flag
+            if self._grid.world_size > 1:
+                dist.all_reduce(flags)
+            reason = f"the gradient is not finite on rank(s) {flags.nonzero().flatten().tolist()}"
+        else:
+            reason = "the global batch has no supervised token"
+        self._skips += 1
+        self.result = StepResult(loss_sum / tokens if tokens else 0.0, tokens, float("nan"), True, reason)
+        if self._skips >= self.settings.max_skipped_steps:
+            raise RuntimeError(
+                f"{self._skips} steps in a row were skipped (hybrid.training.max_skipped_steps): {reason}; "
+                "lower the learning rate, or look for bad data or a bad initial checkpoint"
+            )
+        if tokens and self._scaler is not None:
+            self._scaler.update(overflow=True)
+
+    def _write_back(self) -> None:
+        if self._params[0].dtype != torch.float32:
+            views = [self.parameters.view(piece) for piece in self.pieces]
+            torch._foreach_copy_(views, [master.detach() for master in self.masters])
+        self.parameters.gather()
+        if not self.settings.overlap:
+            self.parameters.wait_all()
+
+    def zero_grad(self) -> None:
+        """Forget the step's gradients and loss."""
+        self.gradients.reset()
+        self._loss.zero_()
+
+    def before_layer(self, layer: int) -> None:
+        """Wait for the weights of a pipeline layer (an index into `layers`)."""
+        self.parameters.wait(self._layer_buckets[layer])
+
+    def wait_parameters(self) -> None:
+        """Wait until all parameters hold the last step's weights."""
+        self.parameters.wait_all()
+
+    # Weights that change outside a step.
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the masters from the parameters; call after weights were loaded into the model."""
+        for piece, master in zip(self.pieces, self.masters, strict=True):
+            master.copy_(self.parameters.view(piece))
+        self._versions = [param._version for param in self._params]
+
+    def _refresh_changed(self) -> None:
+        """Take over in-place changes of parameters, which autograd's version counters show."""
+        if self._versions != [param._version for param in self._params]:
+            self.refresh_masters()
+
+    # State, by the names of the Hugging Face tensors.
+
+    def named_state(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
+        """(kind, piece, flat fp32 tensor) of everything this rank owns; kinds are `master`, `exp_avg`, ..."""
+        for piece, master in zip(self.pieces, self.masters, strict=True):
+            yield "master", piece, master.detach()
+            for kind, value in self.inner.state.get(master, {}).items():
+                if torch.is_tensor(value) and value.numel() == piece.numel and kind != "step":
+                    yield kind, piece, value
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
+        # The masters of an fp32 model are the parameters.
+        shared = self._params[0].dtype == torch.float32
+        states = sum(tensor.nbytes for kind, _, tensor in self.named_state() if not (shared and kind == "master"))
+        return {
+            "parameters": self.parameters.nbytes,
+            "gradients": self.gradients.nbytes,
+            "states": states,
+            "buckets": self.gradients.buffer_nbytes,
+        }
+
+    # What DeepSpeed's engine reads.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def overflow(self) -> bool:
+        return self.result is not None and self.result.skipped
+
+    @property
+    def _global_grad_norm(self) -> float:
+        return self.result.grad_norm if self.result is not None else 0.0

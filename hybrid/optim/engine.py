@@ -1,0 +1,143 @@
+"""DeepSpeed's pipeline engine with the distributed optimizer in place of its own: ZeRO 0, 1 or 2 at any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from hybrid.grid import Grid
+from hybrid.optim.build import MakeOptimizer
+from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
+from hybrid.pipeline.module import LlamaPipeline
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Token ids and shifted labels, each [b, s]."""
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+class HybridEngine(PipelineEngine):
+    """Runs DeepSpeed's schedule; owns forward, backward, reduction, step and loss.
+
+    DeepSpeed is told stage 1 and nothing of the dtype: it refuses more than stage 1 under a pipeline, and fp16 on some
+    CPUs, while here parameters, gradients and their reduction are the distributed optimizer's.
+
+    Args:
+        module: this rank's stage.
+        grid: this rank's place.
+        ds_config: what DeepSpeed reads: batch sizes, monitors.
+        settings: of the distributed optimizer.
+        make_optimizer: builds the torch optimizer over this rank's fp32 pieces.
+        make_scheduler: builds the learning-rate scheduler over that.
+    """
+
+    module: LlamaPipeline
+    optimizer: DistributedOptimizer
+
+    def __init__(
+        self,
+        module: LlamaPipeline,
+        grid: Grid,
+        ds_config: dict[str, Any],
+        settings: OptimizerSettings,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler,
+    ) -> None:
+        self._hybrid_grid = grid
+        self._settings = settings
+        self._backwards = 0
+        self._eval_totals: torch.Tensor | None = None
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=make_optimizer,
+            lr_scheduler=make_scheduler,
+            mpu=module.mpu(),
+            config=ds_config,
+            config_class=DeepSpeedConfig(ds_config, module.mpu()),
+        )
+        # They serve engine.forward(), which a pipeline does not use, and cost time in every microbatch.
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+
+    def _configure_optimizer(self, client_optimizer: MakeOptimizer, model_parameters: Any) -> None:
+        layers = self.module.parameters_by_layer()
+        self.optimizer = DistributedOptimizer(layers, self._hybrid_grid, self._settings, client_optimizer)
+        self.basic_optimizer = self.optimizer.inner
+        self.module.before_layer = self.optimizer.before_layer
+
+    def _train_schedule(self) -> schedule.TrainSchedule:
+        self._backwards = 0
+        return super()._train_schedule()
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        outputs = self.module(self.pipe_buffers["inputs"][buffer_id])
+        if self.is_last_stage():
+            loss_sum, tokens = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+            outputs = loss_sum
+            self.pipe_buffers["labels"][buffer_id] = None
+            if self._eval_totals is not None:
+                self._eval_totals += torch.stack([loss_sum.double(), tokens.double()])
+            elif self._hybrid_grid.tensor_rank == 0:
+                self.optimizer.add_loss(loss_sum, tokens)
+        self.pipe_buffers["outputs"][buffer_id] = outputs
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        self._backwards += 1
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if self.is_last_stage():
+            grad = torch.full_like(outputs, self.optimizer.backward_scale)
+        else:
+            grad = self.grad_layer
+        self.optimizer.begin_microbatch(last=self._backwards == self.micro_batches)
+        torch.autograd.backward(outputs, grad)
+        self.optimizer.end_microbatch()
+        self.pipe_buffers["outputs"][buffer_id] = None
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Nothing: tied gradients are summed on the reduced shards, in `finish_gradients`."""
+
+    def _exec_reduce_grads(self) -> None:
+        self.optimizer.finish_gradients()
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """The step's loss, which the optimizer's one all-reduce has brought to every rank."""
+        assert self.optimizer.result is not None
+        return torch.tensor(self.optimizer.result.loss)
+
+    def evaluate(self, batches: Iterator[Batch], num_micro_batches: int) -> tuple[float, int]:
+        """(mean loss, supervised tokens) over `num_micro_batches` of every data-parallel rank; alike on every rank.
+
+        Unlike DeepSpeed's eval_batch, a token counts the same in whatever microbatch it lies.
+        """
+        training_batches, self._eval_totals = self.data_iterator, torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.module.eval()
+        self.set_dataiterator(batches)
+        with torch.no_grad():
+            self._exec_schedule(self._inference_schedule(num_micro_batches))
+        totals, self._eval_totals = self._eval_totals, None
+        self.set_dataiterator(training_batches)
+        self.module.train()
+        self.pipe_buffers = {key: [None] * len(value) for key, value in self.pipe_buffers.items()}
+        if self._hybrid_grid.tensor_rank != 0:
+            totals.zero_()
+        if self._hybrid_grid.world_size > 1:
+            dist.all_reduce(totals)
+        loss_sum, tokens = totals.tolist()
+        return loss_sum / max(tokens, 1), int(tokens)
+
+    # The engine looks its methods up here, not by name.
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.ReduceGrads: _exec_reduce_grads,
+    }

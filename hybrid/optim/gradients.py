@@ -1,0 +1,308 @@
+"""Gradients into flat buckets, reduced over the data-parallel ranks while backward goes on.
+
+Two policies share the bookkeeping. `StepGradients` (ZeRO stages 0 and 1) keeps a full fp32 buffer and communicates once
+a step: 4N bytes of memory and 4N bytes into the reduce-scatter, whatever the number of microbatches. `MicrobatchGradients`
+(stage 2) keeps only this rank's fp32 shard and reduce-scatters every microbatch: 4N/d bytes of memory plus two buckets.
+Both accumulate in fp32 whatever the model's dtype (Rajbhandari et al. 2020; Megatron-LM's distributed optimizer).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybrid.collectives import reduce_scatter_single
+from hybrid.grid import Group
+from hybrid.optim.layout import Bucket, BucketLayout, Piece
+
+_POOL_SIZE = 2
+"""Bucket buffers alive under stage 2: one fills while the other is on the wire."""
+
+Reduced = Callable[[], torch.Tensor]
+
+
+def start_reduction(buffer: torch.Tensor, shard: tuple[int, int], group: dist.ProcessGroup, wire: torch.dtype) -> Reduced:
+    """Begin to sum `buffer` over the group; the returned call waits and gives the fp32 sum of `buffer[start:stop]`.
+
+    In fp32 the sum lies in the buffer itself. With a narrower wire dtype the addition is still in fp32: the pieces
+    travel by all-to-all, which moves the bytes of a reduce-scatter, and are summed where they arrive.
+    """
+    start, stop = shard
+    if wire == torch.float32:
+        mine = buffer[start:stop]
+        work = reduce_scatter_single(mine, buffer, group=group, async_op=True)
+    else:
+        sent = buffer.to(wire)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+    def reduced() -> torch.Tensor:
+        work.wait()
+        if wire == torch.float32:
+            return mine
+        return received.view(-1, stop - start).sum(dim=0, dtype=torch.float32)
+
+    return reduced
+
+
+class GradientBuckets(ABC):
+    """Collects each parameter's gradient as autograd produces it, and reduces the buckets in one fixed order.
+
+    Bucket k is never launched before bucket k - 1, and what a backward left out counts as zero: every rank issues the
+    same collectives in the same order whatever the order in which its hooks fire.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: BucketLayout, group: Group, shard: int) -> None:
+        self._params = params
+        self._layout = layout
+        self._group = group
+        self._shard = shard
+        self._bucket_of = {item.index: bucket for bucket in layout.buckets for item in bucket.placements}
+        self._place_of = {item.index: item for bucket in layout.buckets for item in bucket.placements}
+        self._launching = False
+        self._next = 0
+        self._missing: list[int] = []
+        self._in_flight: deque[Callable[[], None]] = deque()
+        for index, param in enumerate(params):
+            param.register_post_accumulate_grad_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def collect(_: torch.Tensor) -> None:
+            self._receive(index)
+            if self._launching:
+                self._missing[self._bucket_of[index].index] -= 1
+                self._launch_ready()
+
+        return collect
+
+    def begin_microbatch(self, last: bool) -> None:
+        """Called before a microbatch's backward; `last` marks the step's last one."""
+        self._launching = self._communicates(last)
+        self._next = 0
+        self._missing = [len(bucket.placements) for bucket in self._layout.buckets]
+
+    def end_microbatch(self) -> None:
+        """Called after a microbatch's backward: launches what it left incomplete."""
+        if self._launching:
+            self._missing = [0] * len(self._missing)
+            self._launch_ready()
+            self._launching = False
+
+    def _launch_ready(self) -> None:
+        buckets = self._layout.buckets
+        while self._next < len(buckets) and self._missing[self._next] == 0:
+            self._launch(buckets[self._next])
+            self._next += 1
+
+    @abstractmethod
+    def _communicates(self, last: bool) -> bool:
+        """Whether this microbatch's backward launches reductions."""
+
+    @abstractmethod
+    def _receive(self, index: int) -> None:
+        """Take the gradient autograd left in the parameter."""
+
+    @abstractmethod
+    def _launch(self, bucket: Bucket) -> None:
+        """All gradients of a bucket that this backward makes are there, and it is the bucket's turn."""
+
+    def _complete_oldest(self) -> None:
+        self._in_flight.popleft()()
+
+    def finish(self) -> None:
+        """Wait until `view` holds this step's sums over microbatches and data-parallel ranks."""
+        while self._in_flight:
+            self._complete_oldest()
+
+    @abstractmethod
+    def view(self, piece: Piece) -> torch.Tensor:
+        """The reduced fp32 gradient of a piece of this rank's shard, flat; the same storage in every step."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the step's gradients."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the fp32 gradients held, padding included."""
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the buffers the gradients pass through on their way there."""
+        return 0
+
+
+class StepGradients(GradientBuckets):
+    """One full fp32 buffer, reduced once a step from the last microbatch's backward.
+
+    With `all_reduce` every rank gets the whole sum, always in fp32 (stage 0), else only its shard (stage 1).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: BucketLayout,
+        group: Group,
+        shard: int,
+        *,
+        wire: torch.dtype = torch.float32,
+        all_reduce: bool = False,
+    ) -> None:
+        super().__init__(params, layout, group, shard)
+        self._wire = wire
+        self._all_reduce = all_reduce
+        self._touched = [False] * len(params)
+        device = params[0].device if params else None
+        self._buffers = [torch.zeros(b.numel, dtype=torch.float32, device=device) for b in layout.buckets]
+        self._views: list[torch.Tensor] = []
+        for index, param in enumerate(params):
+            item = self._place_of[index]
+            buffer = self._buffers[self._bucket_of[index].index]
+            self._views.append(buffer[item.start : item.stop].view(param.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        return self._buffers[piece.bucket][piece.bucket_start : piece.bucket_start + piece.numel]
+
+    def _communicates(self, last: bool) -> bool:
+        return last
+
+    def _receive(self, index: int) -> None:
+        param, view = self._params[index], self._views[index]
+        assert param.grad is not None
+        if self._touched[index]:
+            view.add_(param.grad)
+        else:
+            view.copy_(param.grad)
+            self._touched[index] = True
+        param.grad = None
+
+    def _launch(self, bucket: Bucket) -> None:
+        for item in bucket.placements:
+            if not self._touched[item.index]:
+                self._views[item.index].zero_()
+        group, buffer = self._group, self._buffers[bucket.index]
+        if group is None:
+            return
+        if self._all_reduce:
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            assert work is not None
+            self._in_flight.append(work.wait)
+            return
+        if self._wire != torch.float32 and len(self._in_flight) == _POOL_SIZE:
+            self._complete_oldest()  # bounds the memory of the copies that are on the wire
+        start, stop = bucket.shard_range(self._shard)
+        reduced = start_reduction(buffer, (start, stop), group, self._wire)
+
+        def complete() -> None:
+            result = reduced()
+            if self._wire != torch.float32:
+                buffer[start:stop].copy_(result)
+
+        self._in_flight.append(complete)
+
+    def reset(self) -> None:
+        self._touched = [False] * len(self._params)
+
+
+class MicrobatchGradients(GradientBuckets):
+    """This rank's fp32 shard only; every microbatch's gradients pass through two bucket buffers."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: BucketLayout,
+        group: dist.ProcessGroup,
+        shard: int,
+        *,
+        wire: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(params, layout, group, shard)
+        self._wire = wire
+        self._first = True
+        device = params[0].device if params else None
+        largest = max((bucket.numel for bucket in layout.buckets), default=0)
+        self._free = [torch.empty(largest, dtype=wire, device=device) for _ in range(_POOL_SIZE)]
+        self._filling: dict[int, torch.Tensor] = {}
+        self._received: set[int] = set()
+        self._shards = [torch.zeros(b.shard_numel, dtype=torch.float32, device=device) for b in layout.buckets]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self._shards)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        return len(self._free) * self._free[0].nbytes if self._free else 0
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        start = piece.bucket_start - self._layout.buckets[piece.bucket].shard_range(self._shard)[0]
+        return self._shards[piece.bucket][start : start + piece.numel]
+
+    def _communicates(self, last: bool) -> bool:
+        return True
+
+    def begin_microbatch(self, last: bool) -> None:
+        super().begin_microbatch(last)
+        self._received.clear()
+
+    def end_microbatch(self) -> None:
+        super().end_microbatch()
+        self._first = False
+
+    def _receive(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        # A bucket further ahead would hold a buffer that an earlier one needs to make room: its gradients stay in the
+        # parameters until its turn.
+        if bucket.index <= self._next + 1:
+            self._store(index, self._buffer(bucket))
+
+    def _store(self, index: int, buffer: torch.Tensor) -> None:
+        item, param = self._place_of[index], self._params[index]
+        assert param.grad is not None
+        buffer[item.start : item.stop].view(param.shape).copy_(param.grad)
+        param.grad = None
+        self._received.add(index)
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        buffer = self._filling.get(bucket.index)
+        if buffer is None:
+            if not self._free:
+                self._complete_oldest()
+            buffer = self._filling[bucket.index] = self._free.pop()
+        return buffer
+
+    def _launch(self, bucket: Bucket) -> None:
+        buffer = self._buffer(bucket)
+        for item in bucket.placements:
+            if item.index in self._received:
+                continue
+            if self._params[item.index].grad is not None:
+                self._store(item.index, buffer)
+            else:
+                buffer[item.start : item.stop].zero_()
+        del self._filling[bucket.index]
+        assert self._group is not None
+        reduced = start_reduction(buffer[: bucket.numel], bucket.shard_range(self._shard), self._group, self._wire)
+        first, shard = self._first, self._shards[bucket.index]
+
+        def complete() -> None:
+            if first:
+                shard.copy_(reduced())
+            else:
+                shard.add_(reduced())
+            self._free.append(buffer)
+
+        self._in_flight.append(complete)
+
+    def reset(self) -> None:
+        self._first = True

@@ -1,0 +1,1 @@
+"""The LLaMA as layers of DeepSpeed's pipeline."""

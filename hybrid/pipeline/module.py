@@ -1,0 +1,123 @@
+"""A LLaMA as DeepSpeed's PipelineModule: embedding, decoder blocks, final norm, head."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+
+from hybrid.config.model import LlamaConfig
+from hybrid.config.parallel import stage_ranges
+from hybrid.grid import Grid
+from hybrid.model.init import init_parameters
+from hybrid.model.norm import RMSNorm
+from hybrid.model.rope import rope_tables
+from hybrid.pipeline.layers import BlockPipe, HeadOutput, HeadPipe, tied_head
+from hybrid.tensor_parallel.context import TensorParallel
+from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
+from hybrid.tensor_parallel.embedding import VocabParallelEmbedding
+from hybrid.tensor_parallel.random import RNGTracker
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+FINAL_NORM = "model.norm"
+
+
+class LlamaPipeline(PipelineModule):
+    """This rank's stage of the model, in `dtype`, its weights drawn from `seed`.
+
+    Args:
+        config: the whole model.
+        grid: this rank's place; the tensor-parallel group comes from it.
+        layers_per_stage: decoder blocks of each stage.
+        recompute: granularity of the decoder blocks that recompute, `none`, `selective` or `full`.
+        recompute_layers: how many blocks of each stage do so; None for all.
+        seed: of the initial weights and of dropout.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        grid: Grid,
+        *,
+        layers_per_stage: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        recompute: str = "none",
+        recompute_layers: int | None = None,
+    ) -> None:
+        self.config = config
+        dropout = config.attention_dropout > 0
+        self.tp = TensorParallel(
+            group=grid.tensor_group,
+            rank=grid.tensor_rank,
+            size=grid.parallel.tensor_model_parallel_size,
+            sequence_parallel=grid.parallel.sequence_parallel,
+            rng=RNGTracker.for_rank(seed, grid.rank, device) if dropout else None,
+        )
+        self._blocks = stage_ranges(layers_per_stage)
+        self.before_layer: Callable[[int], None] = lambda layer: None
+        specs = self._specs(dtype, device, recompute, recompute_layers)
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the partition; the run's banner says it
+            super().__init__(layers=specs, topology=grid.topology, loss_fn=self._loss, partition_method="explicit")
+        init_parameters(self, seed, config.initializer_range)
+
+    def _specs(
+        self, dtype: torch.dtype, device: torch.device, recompute: str, recompute_layers: int | None
+    ) -> list[LayerSpec]:
+        config, tp = self.config, self.tp
+        make_rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
+        common = {"tp": tp, "dtype": dtype, "device": device}
+        vocab = (config.vocab_size, config.hidden_size)
+        blocks = []
+        for stage in self._blocks:
+            recomputing = len(stage) if recompute_layers is None else recompute_layers
+            for position, index in enumerate(stage):
+                granularity = recompute if position < recomputing else "none"
+                blocks.append(LayerSpec(BlockPipe, config, index, make_rope, recompute=granularity, **common))
+        norm = LayerSpec(RMSNorm, config.hidden_size, config.rms_norm_eps, name=FINAL_NORM, **common)
+        if not config.tie_word_embeddings:
+            embedding = LayerSpec(VocabParallelEmbedding, *vocab, name=EMBEDDING, **common)
+            return [embedding, *blocks, norm, LayerSpec(HeadPipe, *vocab, name=HEAD, **common)]
+        tied = {"name": EMBEDDING, "tied": True, **common}
+        first = TiedLayerSpec("embedding", VocabParallelEmbedding, *vocab, **tied)
+        last = TiedLayerSpec("embedding", VocabParallelEmbedding, *vocab, forward_fn=tied_head, **tied)
+        return [first, *blocks, norm, last]
+
+    def _partition_layers(self, method: str = "explicit") -> None:
+        """The explicit split, in pipeline layers: the embedding goes first, norm and head last."""
+        stops = [1 + stage.stop for stage in self._blocks]
+        self.parts = [0, *stops[:-1], stops[-1] + 2]
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _loss(self, outputs: HeadOutput, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(summed loss in fp32, supervised tokens) of labels [b, s], already shifted."""
+        hidden, weight = outputs
+        return linear_cross_entropy(hidden, weight, labels, vocab_size=self.config.vocab_size, tp=self.tp)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor | HeadOutput:
+        """Run this stage: token ids [b, s] or hidden states in, hidden states or (hidden states, head weight) out."""
+        x = inputs
+        for index, layer in enumerate(self.forward_funcs):
+            self.before_layer(index)
+            x = layer(x)
+        return x
+
+    def parameters_by_layer(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """(name, parameter) of each layer of this stage in forward order; a shared one at its first use."""
+        seen: set[int] = set()
+        layers = []
+        for func in self.forward_funcs:
+            # A tied head is a partial of `tied_head` over the embedding it shares.
+            module = func if isinstance(func, nn.Module) else func.args[0]
+            fresh = [(name, param) for name, param in module.named_parameters() if id(param) not in seen]
+            seen.update(id(param) for _, param in fresh)
+            layers.append(fresh)
+        return layers

@@ -1,0 +1,210 @@
+"""Cross-entropy over a vocabulary cut over the tensor-parallel ranks; alone, or fused with the output projection.
+
+With logits z, the loss of a token with label y is log(sum_j exp z_j) - z_y, its gradient softmax(z)_j - [j = y].
+Each rank holds the columns of its vocabulary rows. A token costs one maximum and two sums over the ranks (Megatron-LM,
+Shoeybi et al. 2019, section 3), instead of a gather of the logits. All of it is fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hybrid.config.parallel import Shard
+from hybrid.tensor_parallel.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
+from hybrid.tensor_parallel.context import TensorParallel
+from hybrid.tensor_parallel.embedding import vocab_shard
+from hybrid.tensor_parallel.linear import weight_gradient
+
+IGNORE_INDEX = -100
+"""Label of a position that is not supervised, as everywhere in torch and Hugging Face."""
+
+MIN_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 256 << 20
+CHUNK_FRACTION = 16
+
+
+def _locate(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Column of each label on this rank (0 where it is elsewhere), and whether it is here."""
+    local = labels - start
+    here = (local >= 0) & (local < columns)
+    return local.masked_fill(~here, 0), here
+
+
+def _exp_and_loss_(
+    logits: Tensor, labels: Tensor, shard: Shard, start: int, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """Per-token loss [n], 0 where ignored, and the softmax's denominator [n].
+
+    `logits` [n, V/t], fp32, become their exponentials in place. One MAX and one SUM all-reduce of n and 2 n numbers.
+    """
+    logits[:, shard.length :] = -torch.inf  # padding is no part of the vocabulary
+    peak = all_reduce_max(logits.amax(dim=1), tp.group)
+    logits.sub_(peak.unsqueeze(1))
+    local, here = _locate(labels, start, logits.size(1))
+    target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(~here, 0.0)
+    logits.exp_()
+    total, target = all_reduce(torch.stack((logits.sum(dim=1), target)), tp.group)
+    return (total.log() - target).masked_fill_(labels == IGNORE_INDEX, 0.0), total
+
+
+def _to_gradient_(exponentials: Tensor, total: Tensor, labels: Tensor, start: int, scale: Tensor | None = None) -> None:
+    """Turn exponentials [n, V/t] into d loss / d logits, in place; rows of ignored labels become 0."""
+    weight = (labels != IGNORE_INDEX).to(total.dtype)
+    if scale is not None:
+        weight = weight * scale
+    exponentials.mul_((weight / total).unsqueeze(1))
+    local, here = _locate(labels, start, exponentials.size(1))
+    rows = torch.arange(labels.size(0), device=labels.device)
+    exponentials[rows, local] -= here * weight
+
+
+class _VocabParallelCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+        columns = logits.size(-1)
+        ctx.start, ctx.shape, ctx.dtype = tp.rank * columns, logits.shape, logits.dtype
+        flat = logits.to(torch.float32, copy=True).view(-1, columns)
+        shard = vocab_shard(vocab_size, tp.size, tp.rank)
+        loss, total = _exp_and_loss_(flat, labels.flatten(), shard, ctx.start, tp)
+        ctx.save_for_backward(flat, total, labels.flatten())
+        return loss.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, labels = ctx.saved_tensors
+        grad_logits = exponentials.clone()
+        _to_gradient_(grad_logits, total, labels, ctx.start, grad.flatten())
+        return grad_logits.view(ctx.shape).to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """Loss of each token, fp32, shaped like `labels`; 0 where the label is `IGNORE_INDEX`.
+
+    `logits` [..., V/t] are this rank's columns of the padded vocabulary; padding counts for nothing. Forward: two
+    all-reduces, of one and two numbers per token. Backward: nothing; each rank gets the gradient of its columns.
+    """
+    result: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, tp)
+    return result
+
+
+def default_chunk_tokens(num_tokens: int, columns: int) -> int:
+    """Tokens whose fp32 logits are held at a time: a sixteenth of all, within 1 MiB and 256 MiB.
+
+    Each chunk reads the whole weight and rewrites its gradient, so chunks are as large as the memory goal allows:
+    at 256 MiB, 512 tokens of a vocabulary of 128k. Below 1 MiB the launches would cost more than the memory is worth.
+    """
+    row_bytes = 4 * columns
+    tokens = max(-(-num_tokens // CHUNK_FRACTION), MIN_CHUNK_BYTES // row_bytes)
+    return max(1, min(tokens, MAX_CHUNK_BYTES // row_bytes))
+
+
+class _ChunkedLoss:
+    """One pass over the tokens: loss and gradients, chunk by chunk, so that the projection is computed once.
+
+    The weight's gradient is summed over the chunks in fp32: a bf16 sum would lose the later chunks' low bits, and the
+    buffer (4 bytes a weight) does not grow with the tokens. The hidden gradient is written once, in its own dtype.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, *, need_hidden: bool, need_weight: bool) -> None:
+        self.hidden, self.weight = hidden, weight  # [n, h], [V/t, h]
+        self.grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        self.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+
+    def run(self, labels: Tensor, vocab_size: int, tp: TensorParallel, chunk_tokens: int) -> Tensor:
+        """Sum of the losses of `labels` [n], an fp32 scalar."""
+        shard = vocab_shard(vocab_size, tp.size, tp.rank)
+        start = tp.rank * self.weight.size(0)
+        losses = []
+        for begin in range(0, labels.size(0), chunk_tokens):
+            part = slice(begin, begin + chunk_tokens)
+            logits = (self.hidden[part] @ self.weight.t()).float()
+            loss, total = _exp_and_loss_(logits, labels[part], shard, start, tp)
+            losses.append(loss.sum())
+            if self.grad_hidden is not None or self.grad_weight is not None:
+                _to_gradient_(logits, total, labels[part], start)
+                self._accumulate(part, logits.to(self.weight.dtype))
+        return torch.stack(losses).sum()
+
+    def _accumulate(self, part: slice, grad_logits: Tensor) -> None:
+        if self.grad_hidden is not None:
+            torch.mm(grad_logits, self.weight, out=self.grad_hidden[part])
+        if self.grad_weight is None:
+            return
+        if grad_logits.dtype == self.grad_weight.dtype:
+            self.grad_weight.addmm_(grad_logits.t(), self.hidden[part])
+        else:
+            self.grad_weight += weight_gradient(grad_logits, self.hidden[part])
+
+
+def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # In fp32: torch would round a 0-d factor such as 1 / tokens to the gradient's half precision.
+    return grad.float().mul_(scale).to(dtype)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        tp: TensorParallel,
+        chunk_tokens: int | None,
+        grad_enabled: bool,
+    ) -> Tensor:
+        full = all_gather(hidden, tp.group) if tp.sequence_sharded else hidden
+        need_hidden, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
+        rows = full.reshape(-1, full.size(-1))
+        chunks = _ChunkedLoss(rows, weight, need_hidden=need_hidden, need_weight=need_weight)
+        chunk_tokens = chunk_tokens or default_chunk_tokens(rows.size(0), weight.size(0))
+        loss = chunks.run(labels.t().flatten(), vocab_size, tp, chunk_tokens)
+        grad_hidden = chunks.grad_hidden
+        if grad_hidden is not None:
+            reduce = reduce_scatter if tp.sequence_sharded else all_reduce
+            grad_hidden = reduce(grad_hidden.view_as(full), tp.group)
+        # Not save_for_backward: a saved tensor could not be scaled in place, nor become the parameter's .grad uncopied.
+        ctx.grads, ctx.dtypes = (grad_hidden, chunks.grad_weight), (hidden.dtype, weight.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("linear_cross_entropy hands out its gradients once: it has no second backward")
+        grads, ctx.grads = ctx.grads, None
+        scaled = [None if g is None else _scaled(g, scale, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return scaled[0], scaled[1], None, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: TensorParallel,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output projection and cross-entropy in one, without ever holding the logits of all tokens.
+
+    Args:
+        hidden: [s, b, h], or [s/t, b, h] under sequence parallelism.
+        weight: this rank's rows [V/t, h] of the padded output head.
+        labels: [b, s], already shifted; `IGNORE_INDEX` where not supervised.
+        chunk_tokens: tokens whose logits are held at a time; by default see `default_chunk_tokens`.
+
+    Returns:
+        The sum of the supervised tokens' losses, an fp32 scalar, and their number, an int64 scalar; the same on every
+        tensor-parallel rank.
+
+    Forward: under sequence parallelism an all-gather of the hidden states, then two small all-reduces per chunk; the
+    gradients are made there too (so no GEMM is run twice), and that of the hidden states is summed over the ranks, by
+    an all-reduce or a reduce-scatter. Backward: one multiplication by the incoming scalar.
+    """
+    grad_enabled = torch.is_grad_enabled()  # inside a Function it always reads false
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, chunk_tokens, grad_enabled)
+    return loss, (labels != IGNORE_INDEX).sum()

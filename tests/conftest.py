@@ -1,0 +1,24 @@
+"""Fixtures that every test file may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported by any test file: two threads on a busy core are slower than one, and no test may go online.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from support.pool import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """The session's gloo workers; `pool.run(fn, world_size, *args)` returns the results by rank."""
+    workers = WorkerPool(size=4)
+    try:
+        yield workers
+    finally:
+        workers.close()

@@ -1,0 +1,187 @@
+"""Every layout against transformers on one process: losses, gradients, training, initial weights."""
+
+import functools
+
+import pytest
+import torch
+from support.llama import (
+    compare_with,
+    make_batches,
+    make_engine,
+    my_batches,
+    reference_loss,
+    reference_model,
+    small_config,
+)
+
+from hybrid.model.init import initial_tensor
+from hybrid.tensor_parallel.params import param_spec
+
+# (tp, pp, dp, sequence parallel)
+LAYOUTS = [
+    (1, 1, 1, False),
+    (2, 1, 1, False),
+    (2, 1, 1, True),
+    (1, 2, 1, False),
+    (1, 1, 2, False),
+    (2, 2, 1, False),
+    (2, 2, 1, True),
+    (2, 1, 2, False),
+    (2, 1, 2, True),
+    (1, 2, 2, False),
+    (4, 1, 1, False),
+    (4, 1, 1, True),
+    (1, 4, 1, False),
+]
+SEED, SAMPLES, SEQ = 5, 8, 8
+MODEL = {"vocab_size": 131}
+
+
+def name(layout):
+    tp, pp, dp, sp = layout
+    return f"tp{tp}pp{pp}dp{dp}{'sp' if sp else ''}"
+
+
+def arguments(layout):
+    tp, pp, _, sp = layout
+    return {"tp": tp, "pp": pp, "sp": sp, "seq": SEQ, "seed": SEED}
+
+
+def world(layout):
+    return layout[0] * layout[1] * layout[2]
+
+
+def cut(batches, micro_batches, dp):
+    """The same samples as `micro_batches` microbatches of each of `dp` ranks."""
+    ids, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    count = micro_batches * dp
+    return list(zip(ids.chunk(count), labels.chunk(count), strict=True))
+
+
+@functools.cache
+def reference_gradients(tie):
+    """Samples, their loss and all gradients of it."""
+    model = reference_model(small_config(**MODEL, tie_word_embeddings=tie), SEED)
+    batches = make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"])
+    loss = reference_loss(model, batches)
+    loss.backward()
+    gradients = {key: param.grad.clone() for key, param in model.named_parameters()}
+    return batches, loss.item(), gradients
+
+
+def expected_local(param, tensors):
+    """What this rank's parameter would hold of the full tensors."""
+    local = torch.zeros_like(param)
+    for segment in param_spec(param).segments:
+        local[segment.local] = tensors[segment.hf_name][segment.source]
+    return local
+
+
+def gradient_errors(layout, tie, stage, micro_batches, batches, gradients):
+    """This rank's loss and its reduced gradient pieces' worst excess over atol 1e-6 + rtol 1e-4."""
+    config = small_config(**MODEL, tie_word_embeddings=tie)
+    batch = SAMPLES // (micro_batches * layout[2])
+    engine, grid = make_engine(
+        config, **arguments(layout), stage=stage, micro_batches=micro_batches, batch=batch, gradient_clipping=0.0
+    )
+    optimizer, worst = engine.optimizer, 0.0
+    real_step = optimizer.step
+
+    def step_and_compare():
+        nonlocal worst
+        tokens = sum(int((labels != -100).sum()) for _, labels in batches)
+        factor = optimizer.settings.nominal_tokens / tokens
+        for piece in optimizer.pieces:
+            want = expected_local(optimizer._params[piece.index], gradients).flatten()[piece.start : piece.stop]
+            got = optimizer.gradients.view(piece) * factor
+            scale = float(want.abs().max())
+            worst = max(worst, float(((got - want).abs() - 1e-4 * want.abs() - 1e-5 * scale).max()))
+        real_step()
+
+    optimizer.step = step_and_compare
+    engine.train_batch(iter(my_batches(cut(batches, micro_batches, layout[2]), grid, micro_batches)))
+    return optimizer.result.loss, optimizer.result.grad_norm, worst
+
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_loss_and_gradients(pool, layout):
+    for tie in (False, True):
+        batches, loss, gradients = reference_gradients(tie)
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+        for stage in (0, 1, 2):
+            for micro_batches in (1, 4):
+                case = (tie, stage, micro_batches)
+                for got_loss, got_norm, worst in pool.run(
+                    gradient_errors, world(layout), layout, *case, batches, gradients
+                ):
+                    assert got_loss == pytest.approx(loss, abs=1e-5), case
+                    assert got_norm == pytest.approx(norm, rel=1e-5), case
+                    assert worst <= 0, case
+
+
+STEPS = 20
+
+
+@functools.cache
+def reference_training(tie):
+    """Samples of 20 steps, the loss of each, and the final weights, with torch's AdamW."""
+    model = reference_model(small_config(**MODEL, tie_word_embeddings=tie), SEED)
+    batches = [make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"], seed=step) for step in range(STEPS)]
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = reference_loss(model, batches[step])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return batches, losses, {key: param.detach().clone() for key, param in model.named_parameters()}
+
+
+def train(layout, tie, stage, batches, weights):
+    config = small_config(**MODEL, tie_word_embeddings=tie)
+    micro_batches = 2
+    engine, grid = make_engine(
+        config,
+        **arguments(layout),
+        stage=stage,
+        micro_batches=micro_batches,
+        batch=SAMPLES // (micro_batches * layout[2]),
+        options={"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-6},
+    )
+
+    def initial(hf_name, shape):
+        if len(shape) == 2:
+            return initial_tensor(SEED, hf_name, shape, config.initializer_range)
+        return torch.full(shape, 1.0 if hf_name.endswith("weight") else 0.0)
+
+    fresh = {
+        segment.hf_name: initial(segment.hf_name, segment.hf_shape)
+        for param in engine.module.parameters()
+        for segment in param_spec(param).segments
+    }
+    same_start = all(torch.equal(p.detach(), expected_local(p, fresh)) for p in engine.module.parameters())
+    losses = []
+    for step in range(STEPS):
+        engine.train_batch(iter(my_batches(cut(batches[step], micro_batches, layout[2]), grid, micro_batches)))
+        losses.append(engine.optimizer.result.loss)
+    engine.optimizer.wait_parameters()
+    return same_start, losses, compare_with(engine.module, weights, lambda p: p.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_training_of_twenty_steps(pool, layout):
+    for tie, stage in ((False, 2), (True, 1)):
+        batches, want, weights = reference_training(tie)
+        for same_start, losses, worst in pool.run(train, world(layout), layout, tie, stage, batches, weights):
+            assert same_start
+            assert losses == pytest.approx(want, rel=1e-4)
+            assert losses[0] == pytest.approx(want[0], rel=1e-5)
+            assert worst <= 1e-4
