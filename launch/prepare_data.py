@@ -1,4 +1,4 @@
-"""Text to token files: `prepare_data.py --input ... --tokenizer ... --output PREFIX`, and `prepare_data.py inspect PREFIX`."""
+"""Turn text into token files, and show what they hold: `prepare_data.py inspect PREFIX`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hybrid.data import cache
-from hybrid.data.inspect import report
+from hybrid.data.inspection import report
 from hybrid.data.prepare import Counts, TokenizeJob, prepare_corpus
-from hybrid.data.sources import plan_units, source_state, total_bytes
+from hybrid.data.sources import plan_units, source_state
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="prepare_data.py inspect PREFIX shows what a token file holds")
-    parser.add_argument("--input", required=True, help="a file, folder or glob (jsonl, txt, parquet, .gz, .zst), or a dataset")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input", required=True, help="file, folder or glob (jsonl, txt, parquet, .gz, .zst), or a dataset"
+    )
     parser.add_argument("--tokenizer", required=True, help="a folder, a Hugging Face name, or 'demo'")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .meta.json, .tokenizer/")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--text_key", default="text", help="the field that holds the text (default: %(default)s)")
     parser.add_argument("--append_eos", action=argparse.BooleanOptionalAction, default=True, help="end each document")
@@ -42,15 +44,10 @@ def _inspect(argv: Sequence[str]) -> None:
 def _prepare(argv: Sequence[str]) -> None:
     arguments = _arguments(argv)
     units = plan_units(arguments.input, arguments.split)
-    job = TokenizeJob(
-        tokenizer=arguments.tokenizer,
-        cache_dir=arguments.cache_dir,
-        text_key=arguments.text_key,
-        append_eos=arguments.append_eos,
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    given = vars(arguments)
+    job = TokenizeJob(**{name: given[name] for name in ("tokenizer", "cache_dir", "text_key", "append_eos")})
     done, start = Counts(), time.perf_counter()
-    with Progress(*columns) as bar:
+    with Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("tokenising", total=len(units))
 
         def progress(counts: Counts) -> None:
@@ -63,7 +60,7 @@ def _prepare(argv: Sequence[str]) -> None:
         info = prepare_corpus(units, job, arguments.output, plan_key=key, workers=arguments.workers, progress=progress)
     seconds = time.perf_counter() - start
     skipped = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(info.skipped.items())) or "none"
-    print(f"{arguments.output}: {info.documents:,} documents, {info.tokens:,} tokens in {seconds:,.1f} s; skipped: {skipped}")
+    print(f"{info.documents:,} documents, {info.tokens:,} tokens in {seconds:,.1f} s; skipped: {skipped}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ _HELP = {
     "seq_length": "tokens per sample",
     "model": "preset, folder with a config.json, or JSON file",
     "tokenizer": "folder or name of a Hugging Face tokenizer",
-    "data": "demo, or .jsonl, .txt or .parquet files",
+    "data": "demo, or .jsonl, .txt or .parquet files, or a blend: WEIGHT PATH WEIGHT PATH ...",
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",
     "resume": "checkpoint folder, or (also without a value) latest",

@@ -69,10 +69,9 @@ class LlamaConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _none_means_derived(cls, values: Any) -> Any:
-        derived = ("num_key_value_heads", "head_dim")
+    def _null_means_default(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            return {key: value for key, value in values.items() if not (key in derived and value is None)}
+            return {key: value for key, value in values.items() if value is not None or key.endswith("_token_id")}
         return values
 
     @model_validator(mode="after")

@@ -151,8 +151,9 @@ def resolve_optimizer(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name = canonical(section.get("type", DEFAULT_OPTIMIZER), OPTIMIZER_KEYS)
     assert name is not None, "only sound sections are resolved"
     params = {**OPTIMIZER_DEFAULTS[name], **section.get("params", {})}
-    if name == "Adam" and params.pop("adam_w_mode", True):
+    if name == "Adam" and params.setdefault("adam_w_mode", True):
         name = "AdamW"
+        del params["adam_w_mode"]
     for without_effect in ("torch_adam", "bias_correction", "amsgrad"):
         params.pop(without_effect, None)
     return name, params

@@ -195,7 +195,7 @@ def _resolved(tree: Mapping[str, Any], hybrid: HybridConfig, model: LlamaConfig,
         "gradient_clipping": clipping,
         "communication_data_type": communication_dtype,
         "zero_optimization": {**_without_auto(zero), "stage": stage, "reduce_bucket_size": int(bucket)},
-        "optimizer": {"type": optimizer_type, "params": _adam_mode(optimizer_type, optimizer_params)},
+        "optimizer": {"type": optimizer_type, "params": optimizer_params},
     }
     return RunConfig(
         ds=ds,
@@ -219,8 +219,3 @@ def _resolved(tree: Mapping[str, Any], hybrid: HybridConfig, model: LlamaConfig,
 def _without_auto(zero: Mapping[str, Any]) -> dict[str, Any]:
     """The section without what resolves to the size of the reduction's buckets."""
     return {key: value for key, value in zero.items() if key != "allgather_bucket_size"}
-
-
-def _adam_mode(optimizer_type: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as a file says them: `Adam` alone would be read as AdamW again."""
-    return {**params, "adam_w_mode": False} if optimizer_type == "Adam" else dict(params)

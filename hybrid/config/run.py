@@ -44,7 +44,7 @@ class RunConfig:
     optimizer_type: str
     """Adam, AdamW, SGD or Lion."""
     optimizer_params: dict[str, Any]
-    """Every parameter of that optimizer."""
+    """Every parameter of that optimizer; Adam with coupled decay has `adam_w_mode` false."""
     layers_per_stage: tuple[int, ...]
     """Decoder layers of each pipeline stage."""
 

@@ -24,7 +24,8 @@ class DataConfig(_Section):
     """Where the tokens come from."""
 
     source: str | list[str] = "demo"
-    """`demo` (text of the standard library), or .jsonl, .txt or .parquet files. Default demo."""
+    """`demo` (text of the standard library); a text file, folder or glob; the prefix of a token file; or several of
+    them, also as a blend `["0.7", "a", "0.3", "b"]`. Default demo."""
     seq_length: int = Field(default=512, ge=1)
     """Tokens per sample. Default 512."""
     text_key: str = "text"

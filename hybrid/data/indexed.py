@@ -220,8 +220,8 @@ class IndexedDataset:
         """
         start = 0
         for a in range(0, len(self.sequence_lengths), _CHUNK):
-            lengths = self.sequence_lengths[a : a + _CHUNK]
-            if not np.array_equal(self.sequence_pointers[a : a + _CHUNK], _pointers(lengths, self.dtype.itemsize, start)):
+            lengths, pointers = self.sequence_lengths[a : a + _CHUNK], self.sequence_pointers[a : a + _CHUNK]
+            if not np.array_equal(pointers, _pointers(lengths, self.dtype.itemsize, start)):
                 path = idx_path(self.prefix)
                 raise ValueError(f"{path} has sequences that do not follow one another; write the files again")
             start += int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize

@@ -171,7 +171,7 @@ def _tokenize_parallel(
             for future in finished:
                 report(future.result())
     except BrokenProcessPool as error:
-        raise RuntimeError("a worker was killed, perhaps for memory; run again, with fewer workers, to go on") from error
+        raise RuntimeError("a worker was killed, perhaps for memory; run again with fewer workers to go on") from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -8,7 +8,6 @@ an interrupted preparation finds the same ones again, whatever the number of wor
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -168,14 +167,3 @@ def open_dataset(name: str, split: str) -> Any:
         return datasets.load_dataset(name, split=split, streaming=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"data source {name!r} is no file, no folder and no dataset within reach: {error}") from error
-
-
-def total_bytes(units: Sequence[Unit]) -> int:
-    """Bytes the units read, as far as files tell; 0 for datasets."""
-    total = 0
-    for unit in units:
-        if unit.kind == "jsonl" and unit.stop:
-            total += unit.stop - unit.start
-        elif unit.kind in ("jsonl", "txt"):
-            total += Path(unit.path).stat().st_size
-    return total

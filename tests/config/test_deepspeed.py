@@ -127,6 +127,7 @@ def test_no_key_of_the_installed_deepspeed_is_called_unknown(section: str, model
 
 
 def test_off() -> None:
+    value: object
     for value in (False, None, 0, {}, {"enabled": False, "size": 4}, {"device": "none", "pin_memory": True}, {"a": 0}):
         assert is_off(value)
     for value in (True, 1, {"enabled": True}, {"device": "cpu"}, {"a": 0, "b": 1}):

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -207,6 +207,11 @@ def test_a_missing_size_is_named() -> None:
 
 def test_explicit_head_dim_need_not_divide_the_hidden_size() -> None:
     assert LlamaConfig(**{**SMALL, "hidden_size": 66, "head_dim": 24}).head_dim == 24
+
+
+def test_null_is_the_default_except_for_tokens() -> None:
+    config = LlamaConfig.from_hf({**SMALL, "attention_dropout": None, "head_dim": None, "bos_token_id": None})
+    assert (config.attention_dropout, config.head_dim, config.bos_token_id) == (0.0, 16, None)
 
 
 def test_construction_checks_too() -> None:

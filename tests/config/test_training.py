@@ -22,7 +22,7 @@ def test_everything_has_a_default() -> None:
 
 def test_frozen() -> None:
     with pytest.raises(ValidationError):
-        HybridConfig().data.seq_length = 4  # type: ignore[misc]
+        HybridConfig().data.seq_length = 4
 
 
 def test_a_bare_string_is_the_granularity() -> None:

@@ -32,7 +32,9 @@ class Named:
 
 
 WEIGHTS = st.lists(
-    st.fractions(Fraction(1, 1000), 100, max_denominator=1000) | st.integers(1, 10**6).map(Fraction), min_size=1, max_size=8
+    st.fractions(Fraction(1, 1000), 100, max_denominator=1000) | st.integers(1, 10**6).map(Fraction),
+    min_size=1,
+    max_size=8,
 )
 
 

@@ -45,7 +45,9 @@ def test_dtype_codes_are_megatrons(tmp_path: Path, dtype: type[np.integer], code
     documents=st.lists(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=3), max_size=8),
     cut=st.integers(0, 8),
 )
-def test_round_trip_and_merge(documents: list[list[list[int]]], cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_round_trip_and_merge(
+    documents: list[list[list[int]]], cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("corpus")
     write(folder / "whole", documents)
     write(folder / "a", documents[:cut])

@@ -64,7 +64,9 @@ LAYOUT = st.sampled_from([(1, 1, 12), (1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 1, 3
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 50), legs=st.lists(st.tuples(LAYOUT, st.integers(1, 4)), min_size=1, max_size=4))
-def test_resuming_under_any_layout_continues_the_sequence(size: int, legs: list[tuple[tuple[int, int, int], int]]) -> None:
+def test_resuming_under_any_layout_continues_the_sequence(
+    size: int, legs: list[tuple[tuple[int, int, int], int]]
+) -> None:
     source = Ids(size)
     consumed = 0
     for (mbs, gas, dp), steps in legs:

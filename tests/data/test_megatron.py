@@ -15,9 +15,8 @@ DOCUMENTS = [[1, 2, 3], [], [60_000], [7, 8, 9, 10, 11], []]
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    return pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed (pip install --no-deps megatron-core)"
-    )
+    name = "megatron.core.datasets.indexed_dataset"
+    return pytest.importorskip(name, reason="megatron-core is not installed (pip install --no-deps megatron-core)")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -34,7 +33,7 @@ def test_megatron_reads_our_files(megatron: Any, tmp_path: Path, dtype: type[np.
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_we_read_megatrons_files_and_write_the_same_bytes(megatron: Any, tmp_path: Path, dtype: type[np.integer]) -> None:
+def test_we_read_megatrons_files_and_write_the_same(megatron: Any, tmp_path: Path, dtype: type[np.integer]) -> None:
     import torch
 
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)

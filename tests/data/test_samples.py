@@ -152,7 +152,9 @@ def test_every_document_is_in_exactly_one_split(count: int, fractions: tuple[flo
         assert len(part) == (max(1, round(count * fraction)) if fraction else 0)
 
 
-@pytest.mark.parametrize(("count", "fractions", "message"), [(1, (0.1, 0.1), "too few"), (9, (0.5, 0.5), "in \\[0, 1\\)")])
+@pytest.mark.parametrize(
+    ("count", "fractions", "message"), [(1, (0.1, 0.1), "too few"), (9, (0.5, 0.5), "in \\[0, 1\\)")]
+)
 def test_impossible_splits_are_errors(count: int, fractions: tuple[float, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_documents(count, fractions, None, "c")

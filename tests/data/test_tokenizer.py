@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybrid.data.tokenizer import check_vocabulary, demo_texts, demo_tokenizer, load_tokenizer
@@ -17,18 +17,6 @@ from hybrid.data.tokenizer import check_vocabulary, demo_texts, demo_tokenizer, 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-def word_tokenizer(folder: Path, size: int, **config: object) -> Path:
-    """A tokenizer of `size` ids: `</s>` is 0, then w1, w2, ..."""
-    vocabulary = {"</s>": 0, **{f"w{i}": i for i in range(1, size)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    stated = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
-    return folder
 
 
 def test_the_demo_tokenizer_loads_in_transformers_and_agrees(cache: Path, tmp_path: Path) -> None:
@@ -54,7 +42,9 @@ def test_the_demo_tokenizer_is_the_same_everywhere(cache: Path, tmp_path: Path) 
     assert (there / "tokenizer.json").read_bytes() == (here / "tokenizer.json").read_bytes()
 
 
-def test_the_common_path_does_not_import_transformers(cache: Path, tmp_path: Path) -> None:
+def test_the_common_path_does_not_import_transformers(
+    cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]
+) -> None:
     folder = word_tokenizer(tmp_path / "t", 9)
     code = (
         "import sys; from hybrid.data.tokenizer import load_tokenizer; import hybrid.data.prepare; "
@@ -64,7 +54,9 @@ def test_the_common_path_does_not_import_transformers(cache: Path, tmp_path: Pat
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_folder_with_truncation_and_padding_gives_plain_ids(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_with_truncation_and_padding_gives_plain_ids(
+    cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]
+) -> None:
     folder = word_tokenizer(tmp_path / "t", 9)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(2)
@@ -76,17 +68,18 @@ def test_a_folder_with_truncation_and_padding_gives_plain_ids(cache: Path, tmp_p
     assert load_tokenizer(folder / "tokenizer.json", cache).fingerprint == tokenizer.fingerprint
 
 
-def test_an_end_token_that_only_the_class_knows(cache: Path, tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(word_tokenizer(tmp_path / "t", 9) / "tokenizer.json")), eos_token="</s>"
-    )
+def test_an_end_token_that_only_the_class_knows(
+    cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]
+) -> None:
+    backend = Tokenizer.from_file(str(word_tokenizer(tmp_path / "t", 9) / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved", cache).eos_id == 0
     (tmp_path / "t" / "tokenizer_config.json").unlink()
     assert load_tokenizer(tmp_path / "t", cache).eos_id is None
 
 
-def test_special_tokens_may_be_objects(cache: Path, tmp_path: Path) -> None:
+def test_special_tokens_may_be_objects(cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]) -> None:
     folder = word_tokenizer(tmp_path / "t", 9, eos_token={"content": "w3", "lstrip": False})
     assert load_tokenizer(folder, cache).eos_id == 3
 
@@ -97,21 +90,25 @@ def test_a_missing_tokenizer_is_named(cache: Path, name: str) -> None:
         load_tokenizer(name, cache)
 
 
-def test_a_malformed_tokenizer_is_named(cache: Path, tmp_path: Path) -> None:
+def test_a_malformed_tokenizer_is_named(cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]) -> None:
     folder = word_tokenizer(tmp_path / "t", 9)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
         load_tokenizer(folder, cache)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]
+) -> None:
     tokenizer = load_tokenizer(word_tokenizer(tmp_path / "t", 32_001), cache)
     check_vocabulary(tokenizer, 32_001)
-    with pytest.raises(ValueError, match=r"32001 ids, but the model's vocab_size is 32000: set vocab_size to at least 32001"):
+    with pytest.raises(
+        ValueError, match="32001 ids, but the model's vocab_size is 32000: set vocab_size to at least 32001"
+    ):
         check_vocabulary(tokenizer, 32_000)
 
 
-def test_the_fingerprint_is_of_the_vocabulary(cache: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_the_vocabulary(cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]) -> None:
     first = load_tokenizer(word_tokenizer(tmp_path / "a", 9), cache)
     second = load_tokenizer(word_tokenizer(tmp_path / "b", 9, eos_token="w1"), cache)
     third = load_tokenizer(word_tokenizer(tmp_path / "c", 10), cache)

@@ -25,8 +25,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from hybrid.environment import free_port
 from support.worker import DUMP_SIGNAL, ENVIRONMENT, Call, Failure, serve
+
+from hybrid.environment import free_port
 
 GRACE = 3.0
 """Seconds the other ranks get to finish once one has failed."""

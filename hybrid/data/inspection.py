@@ -40,7 +40,8 @@ def report(prefix: str | Path, samples: int, tokenizer: str | None = None) -> It
     yield f"token ids {info.smallest_id} to {info.largest_id}, content {info.content}"
     if info.tokenizer is not None:
         made_by = info.tokenizer
-        yield f"tokenizer {made_by.name}: {made_by.size:,} ids, end token {made_by.eos_id}, vocabulary {made_by.fingerprint}"
+        ids = f"{made_by.size:,} ids, end token {made_by.eos_id}, vocabulary {made_by.fingerprint}"
+        yield f"tokenizer {made_by.name}: {ids}"
     if info.skipped:
         yield "skipped: " + ", ".join(f"{count:,} ({reason})" for reason, count in sorted(info.skipped.items()))
     yield "document lengths in tokens:"

@@ -1,0 +1,74 @@
+"""Failures that every rank learns of: one rank's bad file ends the run with one message, not with a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RemoteError(RuntimeError):
+    """What another rank failed with."""
+
+
+def together(call: Callable[[], T]) -> T:
+    """`call()` on every rank; if it raises on any, every rank raises. A collective call.
+
+    Raises:
+        RemoteError: it failed elsewhere; names the rank and its message. A rank that failed raises its own error.
+    """
+    error: Exception | None = None
+    try:
+        result = call()
+    except Exception as failure:
+        error = failure
+    messages = _everyone(None if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        raise RemoteError(f"rank {failed[0][0]}: {failed[0][1]}")
+    return result
+
+
+def rank_zero_first(call: Callable[[], T]) -> T:
+    """`call()` on rank 0, then on the others, which find what it left in files. A collective call.
+
+    Raises:
+        RemoteError: as `together`.
+    """
+    if dist.get_rank() == 0:
+        result = together(call)
+        together(lambda: None)
+        return result
+    together(lambda: None)
+    return together(call)
+
+
+def rank_zero_only(call: Callable[[], object]) -> None:
+    """`call()` on rank 0 while the others wait for it. A collective call.
+
+    Raises:
+        RemoteError: as `together`.
+    """
+    together(call if dist.get_rank() == 0 else lambda: None)
+
+
+def from_rank_zero(value: T) -> T:
+    """Rank 0's `value` on every rank. A collective call."""
+    if dist.get_world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _everyone(message: str | None) -> list[str | None]:
+    world_size = dist.get_world_size()
+    messages: list[str | None] = [message] * world_size
+    if world_size > 1:
+        dist.all_gather_object(messages, message)
+    return messages
