@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -12,14 +13,15 @@ import torch.distributed as dist
 from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only
 from hybrid.build import build_engine
 from hybrid.checkpoint.export import export_hf
-from hybrid.config.run import RunConfig
+from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, DataSpec, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
 from hybrid.environment import init_distributed
 from hybrid.grid import Grid, build_grid
 from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.meter import TrafficMeter, summarize
-from hybrid.metrics.recorder import MetricsRecorder, StepMetrics
+from hybrid.metrics.memory import peak_memory_bytes
+from hybrid.metrics.recorder import MetricsRecorder, Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,17 @@ class Trainer:
         self.step = 0
         self._device = device
         self._traffic: dict[str, dict[str, dict[str, int]]] = {}
-        self._recorder = MetricsRecorder(self.output, rank=self.grid.rank, total_steps=run.hybrid.training.train_steps)
+        self._throughput = Throughput(
+            devices=self.grid.world_size,
+            flops_per_token=flops_per_token(run.model, run.hybrid.data.seq_length),
+            peak_flops=_peak_flops(device, run.precision),
+        )
+        self._recorder = MetricsRecorder(
+            self.output,
+            rank=self.grid.rank,
+            total_steps=run.hybrid.training.train_steps,
+            log_every=run.hybrid.training.log_every,
+        )
 
     def _make_output(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -81,7 +93,7 @@ class Trainer:
                 if settings.save_every and not last and self.step % settings.save_every == 0:
                     self.save(self.output / f"step-{self.step}")
         self.save(self.output / "model")
-        self._recorder.finish(memory=self.engine.optimizer.memory_bytes(), traffic=self._traffic)
+        self._summarize()
 
     def _train_step(self, batches: BatchLoader) -> None:
         lr = self.engine.get_lr()[0]
@@ -96,27 +108,26 @@ class Trainer:
         self.step += 1
         result = self.engine.optimizer.result
         assert result is not None
-        tokens = self.run.tokens_per_step
-        flops = flops_per_token(self.run.model, self.run.hybrid.data.seq_length) * tokens
-        per_device = flops / elapsed / self.grid.world_size
-        peak = peak_flops(self._device, self.run.precision)
-        self._recorder.step(
-            StepMetrics(
+        if result.skipped and self.grid.rank == 0:
+            logger.warning("step %d was skipped: %s", self.step, result.reason)
+        self._recorder.record_step(
+            self._throughput.metrics(
                 step=self.step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 lr=lr,
-                tokens=self.step * tokens,
-                tokens_per_second=tokens / elapsed,
-                tokens_per_second_per_device=tokens / elapsed / self.grid.world_size,
-                tflops_per_device=per_device / 1e12,
-                mfu=per_device / peak if peak else None,
+                tokens=self.run.tokens_per_step,
                 step_time=elapsed,
+                peak_memory_bytes=peak_memory_bytes(self._device),
                 skipped=result.skipped,
             )
         )
-        if result.skipped and self.grid.rank == 0:
-            logger.warning("step %d was skipped: %s", self.step, result.reason)
+
+    def _summarize(self) -> None:
+        """RUN/summary.json: the bytes rank 0 held and moved, as measured."""
+        summary = {"memory_bytes": self.engine.optimizer.memory_bytes(), "traffic_of_one_step": self._traffic}
+        if self.grid.rank == 0:
+            (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def evaluate(self) -> float | None:
         """Loss per token of the held-out data, or None without any; a collective call."""
@@ -130,7 +141,7 @@ class Trainer:
             max_samples=self.run.hybrid.training.eval_batches * self.run.global_batch_size,
         )
         loss, tokens = self.engine.evaluate(iter(loader), len(loader))
-        self._recorder.evaluation(self.step, loss, tokens)
+        self._recorder.record_evaluation(step=self.step, eval_loss=loss, eval_tokens=tokens)
         if self.engine.monitor.enabled and self.grid.rank == 0:
             self.engine.monitor.write_events([("Train/Samples/eval_loss", loss, self.engine.global_samples)])
         return loss
@@ -142,6 +153,10 @@ class Trainer:
         export_hf(self.engine.module, self.grid, self.run.model, directory, tokenizer.save if tokenizer else None)
         if self.grid.rank == 0:
             logger.info("saved %s", directory)
+
+
+def _peak_flops(device: torch.device, precision: Precision) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
 def run_training(run: RunConfig) -> None:

@@ -189,7 +189,8 @@ def _job_tokenizer(job: TokenizeJob) -> TextTokenizer:
 def _tokenize_part(unit: Unit, job: TokenizeJob, parts: Path, part: int) -> Counts:
     """Tokenise a unit into its part; the part's counts are written last and say that it is complete."""
     counts = tokenize_unit(unit, job, _job_tokenizer(job), _part_prefix(parts, part))
-    cache.write_json(_counts_path(parts, part), asdict(counts))
+    # Not asdict: it would rebuild the Counter from pairs, and count those.
+    cache.write_json(_counts_path(parts, part), {**vars(counts), "skipped": dict(counts.skipped)})
     return counts
 
 

@@ -8,12 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid.collectives import all_gather_single, reduce_scatter_single
+
 Group = dist.ProcessGroup | None
 """A process group, or None for one rank: then nothing is communicated and tensors pass through untouched."""
-
-# torch 2.13 renames the two and warns about the old names; older releases only have those.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -36,7 +34,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
         return Pending(x)
     x = x.contiguous()
     output = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
-    return Pending(output, _all_gather(output, x, group=group, async_op=True), x)
+    return Pending(output, all_gather_single(output, x, group=group, async_op=True), x)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -46,7 +44,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     assert x.size(0) % group.size() == 0, "dim 0 is a multiple of the group's size"
     x = x.contiguous()
     output = x.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    return Pending(output, _reduce_scatter(output, x, group=group, async_op=True), x)
+    return Pending(output, reduce_scatter_single(output, x, group=group, async_op=True), x)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Pending:

@@ -137,8 +137,10 @@ class ColumnParallelLinear(nn.Module):
         self.sizes = tuple(shard.length for _, shard in outputs)
         weights, biases, offset = [], [], 0
         for name, shard in outputs:
-            weights.append(Segment(f"{name}.weight", (shard.size, in_features), 0, shard, offset, shard.replicas > 1))
-            biases.append(Segment(f"{name}.bias", (shard.size,), 0, shard, offset, shard.replicas > 1))
+            # Rows that several ranks hold feed another part of the computation on each of them.
+            partial = shard.replicas > 1
+            weights.append(Segment(f"{name}.weight", (shard.size, in_features), 0, shard, offset, partial))
+            biases.append(Segment(f"{name}.bias", (shard.size,), 0, shard, offset, partial))
             offset += shard.length
         self.weight = nn.Parameter(torch.empty(offset, in_features, dtype=dtype, device=device))
         set_spec(self.weight, ParamSpec(segments=tuple(weights)))

@@ -82,12 +82,11 @@ def gradient_pieces(module: nn.Module) -> dict[str, Piece]:
     pieces = {}
     for param, segment in named_segments(module):
         assert param.grad is not None, segment.hf_name
-        kv_replica = segment.shard.replicas > 1 and ("k_proj" in segment.hf_name or "v_proj" in segment.hf_name)
         pieces[segment.hf_name] = Piece(
             segment.source,
             segment.hf_shape,
             param.grad[segment.local].clone(),
-            param_spec(param).sequence_partial or kv_replica,
+            param_spec(param).sequence_partial or segment.partial,
             segment.shard.owner,
         )
     return pieces

@@ -85,6 +85,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more() -> None:
         assert (k.shard.start, k.shard.stop) == (8 * (rank // 2), 8 * (rank // 2) + 8)
         assert k.shard == v.shard and k.shard.replicas == 2
         assert (k.offset, v.offset) == (8, 16)
+        assert (q.partial, k.partial, v.partial) == (False, True, True)
         owners.append(k.shard.owner)
     assert owners == [True, False, True, False]
 

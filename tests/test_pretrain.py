@@ -1,0 +1,163 @@
+"""The main job from the command line, as a user starts it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_device",
+    "tflops_per_device", "mfu", "step_time", "peak_memory_bytes", "skipped",
+}  # fmt: skip
+
+
+def start(*command, cwd=ROOT, timeout=300, **environment):
+    """Run a command the way a shell would; its exit code and what it printed."""
+    env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", **environment}
+    env.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory):
+    """The literal command's run: its folder, output and seconds."""
+    folder = tmp_path_factory.mktemp("run")
+    began = time.monotonic()
+    code, output = start(
+        "deepspeed", "launch/pretrain.py", "--ds_config", "ds_configs/z2_tp2.json", "--output_dir", folder
+    )
+    assert code == 0, output
+    return folder, output, time.monotonic() - began
+
+
+@pytest.mark.timeout(360)
+def test_the_demo_learns(demo_run):
+    folder, output, _ = demo_run
+    assert "starting 2 ranks" in output
+    vocab = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    evaluations = read_lines(folder / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [20, 40, 60]
+    assert evaluations[-1]["eval_loss"] < math.log(vocab) - 1.5
+
+
+def test_the_metrics_are_complete(demo_run):
+    folder, _, _ = demo_run
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert all(set(line) == KEYS for line in lines)
+    assert all(line["tokens"] == 4096 and line["mfu"] is None and not line["skipped"] for line in lines)
+    assert all(line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 2) for line in lines)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["gradient_accumulation_steps"] == 4 and config["hybrid"]["tensor_model_parallel_size"] == 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["memory_bytes"]["parameters"] > 0
+    assert {"all_gather", "reduce_scatter"} <= set(summary["traffic_of_one_step"]["tensor"])
+
+
+def test_the_saved_model_is_the_trained_one(demo_run):
+    """transformers loads the directory and finds the run's own evaluation loss in it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hybrid.data.build import DataSpec, build_data
+    from hybrid.data.loader import EvalLoader
+
+    folder, _, _ = demo_run
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.dtype == torch.bfloat16 and len(tokenizer) == model.config.vocab_size
+    config = json.loads((folder / "config.json").read_text())["hybrid"]
+    spec = DataSpec(
+        source="demo",
+        tokenizer=None,
+        seq_length=config["data"]["seq_length"],
+        vocab_size=model.config.vocab_size,
+        seed=config["training"]["seed"],
+        eval_fraction=config["data"]["eval_fraction"],
+    )
+    data = build_data(spec)
+    total, tokens = 0.0, 0
+    model = model.float()
+    for ids, labels in EvalLoader(data.eval, micro_batch_size=4, dp_rank=0, dp_size=1):
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        tokens += int((labels != -100).sum())
+    last = read_lines(folder / "evaluations.jsonl")[-1]
+    assert tokens == last["eval_tokens"]
+    assert total / tokens == pytest.approx(last["eval_loss"], abs=5e-3)  # bf16 activations in the run, fp32 here
+
+
+def short(folder, *extra):
+    return ["--output_dir", folder, "--train_steps", "2", "--seq_length", "32", "--set", "bf16.enabled=false", *extra]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["deepspeed", "--num_gpus", "2", "launch/pretrain.py"],
+        ["torchrun", "--nproc_per_node", "2", "launch/pretrain.py"],
+        ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no", "launch/pretrain.py"],
+        ["python", "launch/pretrain.py"],
+    ],
+    ids=["deepspeed", "torchrun", "accelerate", "python"],
+)  # fmt: skip
+def test_every_launcher(tmp_path, launcher):
+    code, output = start(*launcher, "--ds_config", "z2_tp2", *short(tmp_path / "run"))
+    assert code == 0, output
+    losses = [line["loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+
+
+def test_layouts_and_launches_agree_on_the_loss(tmp_path):
+    """The same run as one process, as TP 2 + SP and as PP 2."""
+    seen = {}
+    layouts = {
+        "one": ["hybrid.tensor_model_parallel_size=1", "hybrid.sequence_parallel=false"],
+        "tp": [],
+        "pp": ["hybrid.tensor_model_parallel_size=1", "hybrid.pipeline_model_parallel_size=2",
+               "hybrid.sequence_parallel=false"],
+    }  # fmt: skip
+    for name, settings in layouts.items():
+        extra = [word for setting in settings for word in ("--set", setting)]
+        code, output = start("python", "launch/pretrain.py", "--ds_config", "z2_tp2", *short(tmp_path / name, *extra))
+        assert code == 0, output
+        seen[name] = [line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")]
+    assert seen["tp"] == pytest.approx(seen["one"], rel=1e-5) and seen["pp"] == pytest.approx(seen["one"], rel=1e-5)
+
+
+def test_wrong_settings_are_refused_before_any_work(tmp_path):
+    began = time.monotonic()
+    code, output = start(
+        "python", "launch/pretrain.py", "--ds_config", "z2_tp2", "--output_dir", tmp_path / "run",
+        "--set", "hybrid.tensor_model_parallel_size=3", "--seq_length", "127",
+    )  # fmt: skip
+    assert code == 2 and not (tmp_path / "run").exists()
+    assert "num_attention_heads" in output and "127" in output and "Traceback" not in output
+    assert time.monotonic() - began < 10
+
+
+def test_dry_run_prints_the_rank_map():
+    code, output = start("python", "launch/pretrain.py", "--ds_config", "llama3_70b_tp8_pp8", "--dry_run")
+    assert code == 0 and "vocabulary" in output.lower() and "128256" in output
+
+
+def test_a_missing_data_file_ends_every_rank_with_its_name(tmp_path):
+    code, output = start(
+        "python", "launch/pretrain.py", "--ds_config", "z2_tp2", "--data", tmp_path / "none.jsonl",
+        *short(tmp_path / "run"),
+    )  # fmt: skip
+    assert code != 0 and "none.jsonl" in output
