@@ -38,19 +38,16 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what must be set before torch is imported; call it first.
 
     OMP_NUM_THREADS on a machine without GPU (the cores shared out among its ranks) unless the user chose a number.
+
+    Raises:
+        LaunchError: the launch variables are inconsistent.
     """
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_NUM_THREADS" not in environ and not gpu_is_present(environ=environ):
-        ranks = _local_world_size(environ)
+        launch = dict(environ)
+        normalise_launch_variables(launch)
+        ranks = _integer(launch, "LOCAL_WORLD_SIZE", _integer(launch, "WORLD_SIZE", 1))
         environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-
-def _local_world_size(environ: Mapping[str, str]) -> int:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE"):
-        if environ.get(name, "").isdigit():
-            return max(1, int(environ[name]))
-    # On a machine without GPUs DeepSpeed's launcher says only how many processes there are in all.
-    return max(1, _integer(environ, "WORLD_SIZE", 1))
 
 
 def disable_shared_memory_op() -> None:
@@ -90,9 +87,12 @@ def first_host(node_list: str) -> str:
 
 
 def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
-    """True for one of several tasks of a Slurm step; the shell of a batch script has most of these names too."""
-    is_task = "SLURM_PROCID" in environ and "SLURM_STEP_TASKS_PER_NODE" in environ
-    return is_task and "SLURM_LOCALID" in environ and _integer(environ, "SLURM_NTASKS", 1) > 1
+    """True for one of several tasks of a Slurm step, and not for the shell of a batch script.
+
+    The shell has most of a task's variables; it lacks the step's, and sbatch marks it with ENVIRONMENT=BATCH.
+    """
+    is_task = "SLURM_PROCID" in environ and _integer(environ, "SLURM_NTASKS", 1) > 1
+    return is_task and ("SLURM_STEP_ID" in environ or environ.get("ENVIRONMENT") != "BATCH")
 
 
 def normalise_launch_variables(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -139,8 +139,9 @@ def normalise_launch_variables(environ: MutableMapping[str, str] = os.environ) -
 def _from_slurm(environ: MutableMapping[str, str]) -> None:
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
-    environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", "0")
-    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if "SLURM_LOCALID" in environ:
+        environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
     if tasks:
         environ.setdefault("LOCAL_WORLD_SIZE", tasks.group())
     if "MASTER_ADDR" not in environ:
@@ -193,7 +194,7 @@ def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
     if torch.cuda.is_available():
         local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         # srun --gpus-per-task shows each task one GPU of its own.
-        index = 0 if devices == 1 and local_rank > 0 and "SLURM_STEP_ID" in os.environ else local_rank
+        index = 0 if devices == 1 and local_rank > 0 and "SLURM_PROCID" in os.environ else local_rank
         if index >= devices:
             raise LaunchError(
                 f"LOCAL_RANK={local_rank}, but this host shows {devices} GPUs; start at most {devices} ranks on it "

@@ -19,8 +19,8 @@ from hybrid.data.loader import BatchLoader, EvalLoader
 from hybrid.environment import init_distributed
 from hybrid.grid import Grid, build_grid
 from hybrid.metrics.flops import flops_per_token, peak_flops
-from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.memory import peak_memory_bytes
+from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
 
 logger = logging.getLogger(__name__)

@@ -89,9 +89,11 @@ def test_srun_tasks_find_each_other() -> None:
 
 
 def test_the_shell_of_a_batch_script_is_not_a_task() -> None:
-    environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
-    normalise_launch_variables(environ)
-    assert environ["WORLD_SIZE"] == "1"
+    shell = SLURM | {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0"}
+    task = shell | {"SLURM_STEP_ID": "0"}
+    normalise_launch_variables(shell)
+    normalise_launch_variables(task)
+    assert (shell["WORLD_SIZE"], task["WORLD_SIZE"]) == ("1", "8")
 
 
 def test_open_mpi_on_one_host_and_on_several() -> None:
@@ -133,10 +135,14 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path) -> None:
 
 def test_ranks_share_the_cores_of_a_machine_without_gpu() -> None:
     cores = len(os.sched_getaffinity(0))
-    for name, ranks in [("LOCAL_WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 2), ("WORLD_SIZE", 10 * cores)]:
-        environ = {"CUDA_VISIBLE_DEVICES": "", name: str(ranks)}
+    world = {"RANK": "1", "WORLD_SIZE": str(10 * cores), "LOCAL_RANK": "1", "MASTER_ADDR": "h"}
+    slurm = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
+    launches = [({}, 1), (world, 10 * cores), (world | {"LOCAL_SIZE": "2"}, 2), (slurm, 2)]
+    for launch, ranks in launches:
+        environ = {"CUDA_VISIBLE_DEVICES": ""} | launch
         prepare_process(environ)
-        assert environ["OMP_NUM_THREADS"] == str(max(1, cores // ranks))
+        assert environ.pop("OMP_NUM_THREADS") == str(max(1, cores // ranks))
+        assert environ == {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | launch
     chosen = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "7"}
     prepare_process(chosen)
     assert chosen["OMP_NUM_THREADS"] == "7"

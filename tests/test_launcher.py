@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_USE_AGENT_STORE": "True"},
         )
 
     return start
@@ -151,7 +151,7 @@ def test_spawning_only_where_one_process_must_do_for_several_ranks(monkeypatch: 
     assert not launcher.should_spawn(2, {"WORLD_SIZE": "2", "RANK": "0"})
     assert not launcher.should_spawn(2, {"GPU": "yes"})
     assert not launcher.should_spawn(2, {"OMPI_COMM_WORLD_SIZE": "2"})
-    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}
+    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
     assert not launcher.should_spawn(2, task)
 
 

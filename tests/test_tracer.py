@@ -74,8 +74,8 @@ class _Sum(torch.autograd.Function):
 
 
 def in_backward() -> list[str]:
-    x = torch.ones(4, requires_grad=True)
-    with Tracer() as tracer:
+    tracer, x = Tracer(), torch.ones(4, requires_grad=True)
+    with tracer:
         loss: Any = _Sum.apply(x).sum()
         tracer.mark("backward")
         loss.backward()

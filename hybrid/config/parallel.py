@@ -72,7 +72,7 @@ def kv_head_shard(num_key_value_heads: int, tensor_parallel_size: int, rank: int
     if replicas == 1:
         return even_shard(num_key_value_heads, tensor_parallel_size, rank)
     if tensor_parallel_size % num_key_value_heads:
-        raise ValueError(f"{num_key_value_heads} key/value heads cannot be replicated over {tensor_parallel_size} ranks")
+        raise ValueError(f"{num_key_value_heads} key/value heads cannot be spread over {tensor_parallel_size} ranks")
     head = rank // replicas
     return Shard(num_key_value_heads, head, head + 1, replicas, owner=rank % replicas == 0)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,8 @@ class DataSpec:
     """Where prepared text and indexes are kept; None is `~/.cache/hybrid`."""
     text_key: str = "text"
     """The field of a JSONL object or parquet row that holds the text."""
+    train_samples: int = 1
+    """Samples the run will take: large indexes of all the epochs they span are built by `build_data`, not later."""
     reset_attention: bool = False
     """Samples also say where documents start; see `GPTDataset`."""
 
@@ -78,6 +82,7 @@ def build_data(spec: DataSpec) -> DataModule:
     sets = [_component(dataset, info, spec, tokenizer, folder) for dataset, info in opened]
     train, evaluation, test = (list(group) for group in zip(*sets, strict=True))
     infos = tuple(info for _, info in opened)
+    _build_indexes(train, evaluation, test, weights, spec.train_samples)
     return DataModule(
         train=_blend([part for part in train if part is not None], weights),
         eval=_blend([part for part in evaluation if part is not None], None) if spec.eval_fraction else None,
@@ -86,6 +91,20 @@ def build_data(spec: DataSpec) -> DataModule:
         fingerprint=_fingerprint(spec, infos, weights),
         corpora=infos,
     )
+
+
+def check_resumed(module: DataModule, trained_on: str) -> None:
+    """Refuse to go on with other data than a checkpoint was trained on.
+
+    Raises:
+        ValueError: the fingerprints differ, so positions would no longer mean the same samples.
+    """
+    if module.fingerprint != trained_on:
+        raise ValueError(
+            f"the data's fingerprint is {module.fingerprint}, but the checkpoint was trained on {trained_on}: give the "
+            "same text, tokenizer, blend, seq_length, seed and held-out fractions, or start a run of its own from the "
+            "checkpoint's weights"
+        )
 
 
 def parse_blend(source: str | Sequence[str]) -> tuple[list[Fraction] | None, list[str]]:
@@ -160,8 +179,11 @@ def _cached_corpus(path: str, spec: DataSpec, tokenizer: TextTokenizer | None, f
     if not finished.is_dir():
         temporary = cache.temporary_beside(finished)
         job = TokenizeJob(tokenizer=tokenizer.name, cache_dir=str(folder), text_key=spec.text_key)
-        prepare_corpus(plan_units(path), job, temporary / "tokens", plan_key=plan_key)
-        cache.publish_folder(temporary, finished)
+        try:
+            prepare_corpus(plan_units(path), job, temporary / "tokens", plan_key=plan_key)
+            cache.publish_folder(temporary, finished)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return finished / "tokens"
 
 
@@ -197,6 +219,23 @@ def _component(
         return tuple(samples(part, seed) if len(part) else None for part, seed in zip(parts, seeds, strict=True))
     except ValueError as error:
         raise ValueError(f"{name}: {error}; give more text, or change the held-out fractions {fractions}") from error
+
+
+def _build_indexes(
+    train: Sequence[GPTDataset | None],
+    evaluation: Sequence[GPTDataset | None],
+    test: Sequence[GPTDataset | None],
+    weights: Sequence[Fraction] | None,
+    train_samples: int,
+) -> None:
+    """Build the large indexes of a run up front, so that ranks neither wait for them later nor build them twice."""
+    for held_out in (*evaluation, *test):
+        if held_out is not None:
+            held_out.build(len(held_out))
+    present = [part for part in train if part is not None]
+    shares = [Fraction(len(part)) for part in present] if weights is None else weights
+    for part, share in zip(present, shares, strict=True):
+        part.build(ceil(share / sum(shares) * train_samples))
 
 
 def _blend(sources: Sequence[SampleSource], weights: Sequence[Fraction] | None) -> SampleSource:

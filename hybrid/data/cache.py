@@ -33,6 +33,11 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
 
+def worth_a_file(num_bytes: int) -> bool:
+    """Whether `cached_array` keeps an array of this size on disk."""
+    return num_bytes >= _WORTH_A_FILE
+
+
 def cached_array(folder: Path | None, key: str, build: Callable[[], NDArray[Any]]) -> NDArray[Any]:
     """The array `build` makes: memory-mapped from `folder`, where the first process that needs it writes it.
 
@@ -43,7 +48,7 @@ def cached_array(folder: Path | None, key: str, build: Callable[[], NDArray[Any]
         mapped: NDArray[Any] = np.load(path, mmap_mode="r")
         return mapped
     array = build()
-    if path is None or array.nbytes < _WORTH_A_FILE:
+    if path is None or not worth_a_file(array.nbytes):
         return array
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)

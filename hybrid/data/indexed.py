@@ -251,29 +251,35 @@ class IndexedDataset:
 
 
 def merge(parts: Sequence[str | Path], prefix: str | Path) -> None:
-    """Concatenate token files of one dtype, in order, in memory that does not depend on their size."""
+    """Concatenate token files of one dtype, in order.
+
+    Memory does not depend on their size, and one part is open at a time: there may be more than a process may map.
+    """
     target = Path(prefix)
     temporary = temporary_beside(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    datasets = [IndexedDataset(part) for part in parts]
-    assert len({dataset.dtype for dataset in datasets}) == 1, "the parts of one corpus have one dtype"
-    dtype = datasets[0].dtype
+    sequences, documents = 0, 0
+    dtypes = set()
     with bin_path(temporary).open("wb") as out:
-        for part in parts:
-            with bin_path(part).open("rb") as source:
+        for part in map(IndexedDataset, parts):
+            sequences += len(part.sequence_lengths)
+            documents += len(part)
+            dtypes.add(part.dtype)
+            with bin_path(part.prefix).open("rb") as source:
                 shutil.copyfileobj(source, out, 4 << 20)
+    assert len(dtypes) == 1, "the parts of one corpus have one dtype"
+    (dtype,) = dtypes
     with idx_path(temporary).open("wb") as out:
-        sequences = sum(len(dataset.sequence_lengths) for dataset in datasets)
-        _write_header(out, dtype, sequences, sum(len(dataset) for dataset in datasets) + 1)
-        for dataset in datasets:
-            dataset.sequence_lengths.tofile(out)
+        _write_header(out, dtype, sequences, documents + 1)
+        for part in map(IndexedDataset, parts):
+            part.sequence_lengths.tofile(out)
         start = 0
-        for dataset in datasets:
-            _pointers(dataset.sequence_lengths, dtype.itemsize, start).astype("<i8").tofile(out)
-            start += dataset.num_tokens * dtype.itemsize
+        for part in map(IndexedDataset, parts):
+            _pointers(part.sequence_lengths, dtype.itemsize, start).astype("<i8").tofile(out)
+            start += part.num_tokens * dtype.itemsize
         np.zeros(1, "<i8").tofile(out)
         first = 0
-        for dataset in datasets:
-            (dataset.document_indices[1:] + first).astype("<i8").tofile(out)
-            first += len(dataset.sequence_lengths)
+        for part in map(IndexedDataset, parts):
+            (part.document_indices[1:] + first).astype("<i8").tofile(out)
+            first += len(part.sequence_lengths)
     _publish(temporary, target)

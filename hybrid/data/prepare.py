@@ -118,8 +118,9 @@ def _tokenize_all(
     units: Sequence[Unit], job: TokenizeJob, parts: Path, workers: int, progress: Progress | None
 ) -> Counts:
     """Make the parts that are not there yet; counts of all of them."""
-    done = [part for part in range(len(units)) if _counts_path(parts, part).is_file()]
-    todo = [part for part in range(len(units)) if part not in set(done)]
+    done, todo = [], []
+    for part in range(len(units)):
+        (done if _counts_path(parts, part).is_file() else todo).append(part)
     total = Counts()
 
     def report(counts: Counts) -> None:

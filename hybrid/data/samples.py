@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.data.cache import cached_array, fingerprint
+from hybrid.data.cache import cached_array, fingerprint, worth_a_file
 from hybrid.data.indexes import EpochIndex, build_epoch_index, num_samples, open_epoch_index
 from hybrid.tensor_parallel.cross_entropy import IGNORE_INDEX
 
@@ -134,9 +134,13 @@ class GPTDataset:
             return tokens, labels
         return tokens, labels, *segments(np.zeros(1, np.int64), self.seq_length)
 
-    def build(self, epochs: range) -> None:
-        """Make the indexes of some epochs, so that other processes find them in the cache."""
-        for epoch in epochs:
+    def build(self, samples: int) -> None:
+        """Put the indexes that the first `samples` samples need into the cache, if they are large enough to be kept."""
+        entries = len(self._documents) + 3 * self._samples
+        if self._cache_dir is None or not worth_a_file(entries * np.dtype(np.int32).itemsize):
+            return
+        epochs = 1 if self._seed is None else -(-samples // self._samples)
+        for epoch in range(epochs):
             self._build_index(epoch)
 
     def _build_index(self, epoch: int) -> EpochIndex:

@@ -91,7 +91,7 @@ def load_tokenizer(name_or_folder: str | Path, cache_dir: str | Path) -> TextTok
         if special.get("eos_token") is not None:
             return _from_folder(name, folder, special)
     # No tokenizer.json, or an end token that only the tokenizer's class knows.
-    auto = _auto_tokenizer(name)
+    auto = _auto_tokenizer(str(folder) if (folder / "tokenizer.json").is_file() else name)
     backend = getattr(auto, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"tokenizer {name!r} has no fast form (tokenizer.json); convert it with transformers first")

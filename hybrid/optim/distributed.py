@@ -168,7 +168,7 @@ class DistributedOptimizer:
         self.gradients.end_microbatch()
 
     def add_loss(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count a microbatch's summed loss and supervised tokens; called by one tensor-parallel rank of the last stage."""
+        """Count a microbatch's summed loss and supervised tokens; one tensor-parallel rank of the last stage does."""
         self._loss += torch.stack([loss_sum.detach().double(), tokens.double()])
 
     def finish_gradients(self) -> None:

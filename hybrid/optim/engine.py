@@ -16,7 +16,7 @@ from hybrid.optim.build import MakeOptimizer
 from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, ...]
 """Token ids and shifted labels, each [b, s]."""
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
@@ -38,6 +38,7 @@ class HybridEngine(PipelineEngine):
 
     module: LlamaPipeline
     optimizer: DistributedOptimizer
+    pipe_buffers: dict[str, list[Any]]
 
     def __init__(
         self,
@@ -117,7 +118,8 @@ class HybridEngine(PipelineEngine):
 
         Unlike DeepSpeed's eval_batch, a token counts the same in whatever microbatch it lies.
         """
-        training_batches, self._eval_totals = self.data_iterator, torch.zeros(2, dtype=torch.float64, device=self.device)
+        training_batches = self.data_iterator
+        self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.module.eval()
         self.set_dataiterator(batches)
         with torch.no_grad():

@@ -1,9 +1,10 @@
 """Gradients into flat buckets, reduced over the data-parallel ranks while backward goes on.
 
 Two policies share the bookkeeping. `StepGradients` (ZeRO stages 0 and 1) keeps a full fp32 buffer and communicates once
-a step: 4N bytes of memory and 4N bytes into the reduce-scatter, whatever the number of microbatches. `MicrobatchGradients`
-(stage 2) keeps only this rank's fp32 shard and reduce-scatters every microbatch: 4N/d bytes of memory plus two buckets.
-Both accumulate in fp32 whatever the model's dtype (Rajbhandari et al. 2020; Megatron-LM's distributed optimizer).
+a step: 4N bytes of memory and 4N bytes into the reduce-scatter, whatever the number of microbatches.
+`MicrobatchGradients` (stage 2) keeps only this rank's fp32 shard and reduce-scatters every microbatch: 4N/d bytes of
+memory plus two buckets. Both accumulate in fp32 whatever the model's dtype (Rajbhandari et al. 2020; Megatron-LM's
+distributed optimizer).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _POOL_SIZE = 2
 Reduced = Callable[[], torch.Tensor]
 
 
-def start_reduction(buffer: torch.Tensor, shard: tuple[int, int], group: dist.ProcessGroup, wire: torch.dtype) -> Reduced:
+def start_reduction(
+    buffer: torch.Tensor, shard: tuple[int, int], group: dist.ProcessGroup, wire: torch.dtype
+) -> Reduced:
     """Begin to sum `buffer` over the group; the returned call waits and gives the fp32 sum of `buffer[start:stop]`.
 
     In fp32 the sum lies in the buffer itself. With a narrower wire dtype the addition is still in fp32: the pieces

@@ -1,9 +1,9 @@
 """Which elements of a gradient are parts of a sum over other ranks, and which are counted in the global norm.
 
-A gradient can be a part for three reasons: under sequence parallelism a norm's weight sees only a shard of the sequence;
-a key/value head held by several tensor-parallel ranks feeds other query heads on each; a tied embedding is used on the
-first and on the last stage. All three sums are linear, so they are taken on the reduced data-parallel shards, once a
-step and on 1/d of the bytes, rather than on every rank's full gradient.
+A gradient can be a part for three reasons: under sequence parallelism a norm's weight sees only a shard of the
+sequence; a key/value head held by several tensor-parallel ranks feeds other query heads on each; a tied embedding is
+used on the first and on the last stage. All three sums are linear, so they are taken on the reduced data-parallel
+shards, once a step and on 1/d of the bytes, rather than on every rank's full gradient.
 """
 
 from __future__ import annotations

@@ -14,16 +14,14 @@ _WSD_DECAY_SHARE = 10
 def lr_factor(schedule: LrScheduleConfig, train_steps: int) -> Callable[[int], float]:
     """Factor of the peak learning rate at step 0, 1, ...
 
-    A linear warm-up reaches 1 at its last step; then `cosine` and `linear` fall to `min_lr_ratio` over `decay_steps`,
-    `constant` stays, and `wsd` (warm-up, stable, decay; Hu et al. 2024) stays until it falls linearly at the end.
+    A linear warm-up reaches 1 at its last step; then `cosine` and `linear` fall to `min_lr_ratio` at `train_steps`,
+    `constant` stays, and `wsd` (warm-up, stable, decay; Hu et al. 2024) stays until it falls linearly in the last
+    `decay_steps`.
     """
-    warmup = schedule.warmup_steps
+    warmup, start = schedule.warmup_steps, schedule.warmup_steps
     if schedule.type == "wsd":
-        decay = schedule.decay_steps or max(1, train_steps // _WSD_DECAY_SHARE)
-        start = max(warmup, train_steps - decay)
-    else:
-        start = warmup
-        decay = schedule.decay_steps or max(1, train_steps - start)
+        start = max(warmup, train_steps - (schedule.decay_steps or max(1, train_steps // _WSD_DECAY_SHARE)))
+    decay = max(1, train_steps - start)
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -21,7 +21,9 @@ MakeRope = Callable[[int, torch.device], Rope]
 class BlockPipe(TransformerBlock):
     """A decoder block that gets the RoPE tables from its own stage: only hidden states cross stages."""
 
-    def __init__(self, config: LlamaConfig, layer: int, make_rope: MakeRope, *, tp: TensorParallel, **kwargs: Any) -> None:
+    def __init__(
+        self, config: LlamaConfig, layer: int, make_rope: MakeRope, *, tp: TensorParallel, **kwargs: Any
+    ) -> None:
         super().__init__(config, layer, tp=tp, **kwargs)
         self.sequence_shards = tp.size if tp.sequence_sharded else 1
         self.make_rope = make_rope

@@ -134,7 +134,6 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.sizes = tuple(shard.length for _, shard in outputs)
         weights, biases, offset = [], [], 0
         for name, shard in outputs:
             # Rows that several ranks hold feed another part of the computation on each of them.

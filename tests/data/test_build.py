@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid.data.build import DataModule, DataSpec, build_data, parse_blend
+from hybrid.data.build import DataModule, DataSpec, build_data, check_resumed, parse_blend
 from hybrid.data.indexed import IndexedWriter
 from hybrid.data.loader import BatchLoader
 from hybrid.data.samples import IGNORE_INDEX, SampleSource
@@ -169,6 +169,32 @@ def test_blend_forms(source: str | list[str], weights: list[Fraction] | None, pa
 def test_malformed_blends_are_errors(source: str | list[str]) -> None:
     with pytest.raises(ValueError, match="blend|no data source"):
         parse_blend(source)
+
+
+def test_a_resume_with_other_data_is_refused(spec: DataSpec) -> None:
+    stored = build_data(spec).fingerprint
+    check_resumed(build_data(replace(spec, train_samples=99)), stored)
+    with pytest.raises(ValueError, match=f"trained on {stored}: give the same text"):
+        check_resumed(build_data(replace(spec, seq_length=4)), stored)
+
+
+def test_indexes_of_all_epochs_are_built_up_front(
+    spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.data.cache._WORTH_A_FILE", 1)
+    module = build_data(replace(spec, train_samples=3 * 21))
+    assert len(module.train) == 21  # 54 documents of 3 tokens
+    assert len(list((tmp_path / "cache").glob("index-*.npy"))) == 3 + 1
+    module.train.read(62)
+    assert len(list((tmp_path / "cache").glob("index-*.npy"))) == 3 + 1
+
+
+def test_a_failed_preparation_leaves_nothing_in_the_cache(spec: DataSpec, tmp_path: Path) -> None:
+    with Path(str(spec.source)).open("a") as file:
+        file.write("null\n")
+    with pytest.raises(ValueError, match=r"d\.jsonl:61"):
+        build_data(spec)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_faults_are_named(spec: DataSpec, tmp_path: Path, word_tokenizer: Callable[..., Path]) -> None:

@@ -176,6 +176,19 @@ def test_a_saved_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
         plan_units(str(tmp_path / "dict"), "dev")
 
 
+def test_a_streamed_dataset_is_read_by_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [f"text {i}" for i in range(10)]
+    stream = datasets.Dataset.from_dict({"text": [*values, None]}).to_iterable_dataset(num_shards=3)
+    monkeypatch.setattr(sources, "open_dataset", lambda name, split: stream)
+    monkeypatch.setattr(documents, "open_dataset", lambda name, split: stream)
+    units = plan_units("owner/name")
+    assert [(unit.start, unit.streamed) for unit in units] == [(0, True), (1, True), (2, True)]
+    found = [piece.text for unit in units[:2] for piece in read_unit(unit, "text", Counter())]
+    assert found == values[: len(found)]
+    with pytest.raises(ValueError, match="owner/name shard 2:3: 'text' is null"):
+        list(read_unit(units[2], "text", Counter()))
+
+
 def test_folders_and_globs_are_read_in_order_of_name(tmp_path: Path) -> None:
     for name in ("b", "a", "sub/c"):
         path = tmp_path / f"{name}.jsonl"

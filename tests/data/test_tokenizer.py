@@ -76,7 +76,7 @@ def test_an_end_token_that_only_the_class_knows(
     tokenizer.save_pretrained(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved", cache).eos_id == 0
     (tmp_path / "t" / "tokenizer_config.json").unlink()
-    assert load_tokenizer(tmp_path / "t", cache).eos_id is None
+    assert load_tokenizer(tmp_path / "t" / "tokenizer.json", cache).eos_id is None
 
 
 def test_special_tokens_may_be_objects(cache: Path, tmp_path: Path, word_tokenizer: Callable[..., Path]) -> None:

@@ -103,7 +103,6 @@ def gradient_errors(layout, tie, stage, micro_batches, batches, gradients):
     return optimizer.result.loss, optimizer.result.grad_norm, worst
 
 
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_loss_and_gradients(pool, layout):
     for tie in (False, True):

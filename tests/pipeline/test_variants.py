@@ -1,4 +1,4 @@
-"""What must not change the numbers besides the layout: recompute, splits, microbatches, masks, model variants, dtype."""
+"""What must not change the numbers besides the layout: recompute, splits, microbatches, model variants, dtype."""
 
 import functools
 import math
