@@ -22,6 +22,7 @@ from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.memory import peak_memory_bytes
 from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
+from hybrid.optim.state import memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Trainer:
 
     def _summarize(self) -> None:
         """RUN/summary.json: the bytes rank 0 held and moved, as measured."""
-        summary = {"memory_bytes": self.engine.optimizer.memory_bytes(), "traffic_of_one_step": self._traffic}
+        summary = {"memory_bytes": memory_bytes(self.engine.optimizer), "traffic_of_one_step": self._traffic}
         if self.grid.rank == 0:
             (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 

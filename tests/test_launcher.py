@@ -18,6 +18,14 @@ from hybrid import launcher
 
 ROOT = Path(launcher.__file__).parents[1]
 
+# One write per line: the ranks share a pipe, where `print` may come in pieces.
+PREAMBLE = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
 Run = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -27,7 +35,7 @@ def run(tmp_path: Path) -> Run:
 
     def start(body: str, *, ranks: int = 2, grace: float = 2.0, arguments: str = "") -> subprocess.Popen[str]:
         child = tmp_path / "child.py"
-        child.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(body))
+        child.write_text(PREAMBLE + textwrap.dedent(body))
         parent = tmp_path / "parent.py"
         parent.write_text(
             "import sys\nfrom hybrid.launcher import spawn_ranks\n"
@@ -62,7 +70,7 @@ def test_ranks_get_a_launchers_environment_and_the_same_command(run: Run) -> Non
     process = run(
         """
         names = ["LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-        print(rank, *[os.environ[name] for name in names], *sys.argv[1:], any("ELASTIC" in n for n in os.environ))
+        say(rank, *[os.environ[name] for name in names], *sys.argv[1:], any("ELASTIC" in n for n in os.environ))
         """,
         ranks=3,
         arguments="--local_rank=0 --seed 1",
@@ -90,7 +98,7 @@ def test_a_killed_rank_is_named_and_stubborn_ones_are_killed(run: Run) -> None:
     process = run(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("ready", os.getpid() if rank == 1 else "", flush=True)
+        say("ready")
         time.sleep(600)
         """,
         grace=0.5,
@@ -110,12 +118,12 @@ def test_signals_are_passed_on_once(run: Run, number: signal.Signals) -> None:
         f"""
         seen = []
         signal.signal({int(number)}, lambda *_: seen.append(1))
-        print("ready", flush=True)
+        say("ready")
         deadline = time.time() + 20
         while not seen and time.time() < deadline:
             time.sleep(0.02)
         time.sleep(0.3)
-        print("seen", len(seen), flush=True)
+        say("seen", len(seen))
         """
     )
     children_of(process, 2)
@@ -126,7 +134,7 @@ def test_signals_are_passed_on_once(run: Run, number: signal.Signals) -> None:
 
 
 def test_an_untreated_signal_ends_all_with_its_code(run: Run) -> None:
-    process = run("print('ready', flush=True); time.sleep(600)")
+    process = run("say('ready'); time.sleep(600)")
     children = children_of(process, 2)
     process.terminate()
     process.communicate(timeout=20)
@@ -136,7 +144,7 @@ def test_an_untreated_signal_ends_all_with_its_code(run: Run) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel kills orphans on Linux only")
 def test_no_rank_outlives_a_killed_parent(run: Run) -> None:
-    process = run("print('ready', flush=True); time.sleep(600)")
+    process = run("say('ready'); time.sleep(600)")
     children = children_of(process, 2)
     process.kill()
     process.communicate(timeout=20)

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints to and from the sharded layout."""
+"""Hugging Face checkpoints to and from the sharded layout: slicing only, one process, little memory."""

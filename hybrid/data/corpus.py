@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybrid.data import cache
 from hybrid.data.indexed import IndexedDataset, bin_path
 from hybrid.data.tokenizer import TextTokenizer
 
-_CHUNK = 4 << 20
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def scan(dataset: IndexedDataset) -> CorpusInfo:
     dataset.check_contiguous()
     digest = hashlib.blake2b(dataset.dtype.str.encode(), digest_size=8)
     smallest, largest = 0, -1
-    for _, chunk in _chunks(dataset):
+    for chunk in dataset.chunks():
         smallest = min(smallest, int(chunk.min()))
         largest = max(largest, int(chunk.max()))
         digest.update(chunk.tobytes())
@@ -87,12 +85,6 @@ def scan(dataset: IndexedDataset) -> CorpusInfo:
         largest_id=largest,
         content=digest.hexdigest(),
     )
-
-
-def _chunks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]:
-    total = dataset.num_tokens
-    for start in range(0, total, _CHUNK):
-        yield start, dataset.tokens(start, min(start + _CHUNK, total))
 
 
 def read_info(prefix: str | Path) -> CorpusInfo | None:
@@ -154,10 +146,12 @@ def check_corpus(dataset: IndexedDataset, info: CorpusInfo, vocab_size: int, tok
 
 
 def _first_outside(dataset: IndexedDataset, vocab_size: int) -> tuple[int, int]:
-    for start, chunk in _chunks(dataset):
+    start = 0
+    for chunk in dataset.chunks():
         outside = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
         if outside.size:
             ends = np.cumsum(dataset.lengths, dtype=np.int64)
             position = start + int(outside[0])
             return int(np.searchsorted(ends, position, side="right")), int(chunk[outside[0]])
+        start += len(chunk)
     raise AssertionError("the description names an id that the file does not hold")

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -169,9 +169,9 @@ class IndexedDataset:
         self.sequence_pointers: NDArray[np.int64] = views[1]
         self.document_indices: NDArray[np.int64] = views[2]
         size = bin_path(prefix).stat().st_size
+        self._check(size)
         # An empty file cannot be mapped.
         self._tokens = np.memmap(bin_path(prefix), mode="r", dtype=self.dtype) if size else np.zeros(0, self.dtype)
-        self._check(size)
         self.lengths = self._document_lengths()
         """Tokens of each document."""
 
@@ -194,8 +194,10 @@ class IndexedDataset:
         names = bin_path(self.prefix), idx_path(self.prefix)
         lengths, pointers, documents = self.sequence_lengths, self.sequence_pointers, self.document_indices
         end = int(pointers[-1]) + int(lengths[-1]) * self.dtype.itemsize if len(lengths) else 0
-        if end > bin_size or bin_size % self.dtype.itemsize:
-            raise ValueError(f"{names[0]} is truncated: {bin_size} bytes, but its index ends at byte {end}")
+        if end != bin_size:
+            raise ValueError(
+                f"{names[0]} has {bin_size} bytes, but its index covers {end}: one of the two is cut or stale"
+            )
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
             raise ValueError(f"{names[1]} has a document index that does not cover its {len(lengths)} sequences")
 
@@ -245,9 +247,11 @@ class IndexedDataset:
         start = int(self.sequence_pointers[sequence]) // self.dtype.itemsize + offset
         return self._tokens[start : start + count]
 
-    def tokens(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Tokens `[start, stop)` of the file, documents disregarded. A view, no copy."""
-        return self._tokens[start:stop]
+    def chunks(self) -> Iterator[NDArray[np.integer]]:
+        """All tokens in order, in chunks that are read rather than mapped: mapped pages would count as our memory."""
+        with bin_path(self.prefix).open("rb") as file:
+            while len(chunk := np.fromfile(file, self.dtype, _CHUNK)):
+                yield chunk
 
 
 def merge(parts: Sequence[str | Path], prefix: str | Path) -> None:

@@ -118,7 +118,8 @@ def _tokenize_all(
     units: Sequence[Unit], job: TokenizeJob, parts: Path, workers: int, progress: Progress | None
 ) -> Counts:
     """Make the parts that are not there yet; counts of all of them."""
-    done, todo = [], []
+    done: list[int] = []
+    todo: list[int] = []
     for part in range(len(units)):
         (done if _counts_path(parts, part).is_file() else todo).append(part)
     total = Counts()

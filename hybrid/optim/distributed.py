@@ -8,7 +8,7 @@ and gathered, each bucket waited for by the first layer of the next forward that
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,13 +19,16 @@ from torch import nn
 from hybrid.grid import Grid
 from hybrid.optim.build import MakeOptimizer
 from hybrid.optim.gradients import GradientBuckets, MicrobatchGradients, StepGradients
-from hybrid.optim.layout import Piece, build_layout
+from hybrid.optim.layout import build_layout
 from hybrid.optim.loss_scaler import LossScaler
 from hybrid.optim.parameters import ParameterBuckets
 from hybrid.optim.replicas import ReplicaGradients
 from hybrid.tensor_parallel.params import param_spec
 
 logger = logging.getLogger(__name__)
+
+NUM_FLAGS = 2
+"""Of a step: what any rank wants every rank to know, at no collective of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class StepResult:
     """fp32 norm of the gradient of that loss, before clipping."""
     skipped: bool
     reason: str = ""
+    flags: tuple[bool, ...] = ()
+    """Those of `raise_flags`, each true if any rank raised it."""
 
 
 class DistributedOptimizer:
@@ -84,49 +89,50 @@ class DistributedOptimizer:
         self.settings = settings
         self._grid = grid
         # Backward makes the gradients of the last layer first: that is the order in which buckets fill.
-        self._params = [p for layer in reversed(layers) for _, p in reversed(layer) if p.requires_grad]
-        if not self._params:
+        self.params = [p for layer in reversed(layers) for _, p in reversed(layer) if p.requires_grad]
+        if not self.params:
             raise ValueError(f"rank {grid.rank} has no trainable parameter: every pipeline stage needs one")
-        self._device = self._params[0].device
+        self._device = self.params[0].device
         sharded = settings.stage > 0 and grid.data_group is not None
         shard = grid.data_rank if sharded else 0
         # A tied embedding shares its bucket with nothing, so that its shards lie alike on the first and last stage.
         self.layout = build_layout(
-            [param.numel() for param in self._params],
+            [param.numel() for param in self.params],
             bucket_size=settings.bucket_size,
             num_shards=grid.parallel.data_parallel_size if sharded else 1,
-            alone=frozenset(i for i, param in enumerate(self._params) if param_spec(param).tied),
+            alone=frozenset(i for i, param in enumerate(self.params) if param_spec(param).tied),
         )
         self.pieces = self.layout.pieces(shard)
-        self.parameters = ParameterBuckets(self._params, self.layout, grid.data_group if sharded else None, shard)
+        self.parameters = ParameterBuckets(self.params, self.layout, grid.data_group if sharded else None, shard)
         self.gradients = self._make_gradients(shard)
         self._layer_buckets = self._buckets_by_layer(layers)
         self.masters = self._make_masters()
         self.inner = make_optimizer(self._groups())
         self._replicas = ReplicaGradients(
-            self._params,
+            self.params,
             self.pieces,
             [self.gradients.view(piece) for piece in self.pieces],
             grid,
             counts_norm=sharded or grid.data_rank == 0,
         )
-        self._scaler = LossScaler(settings.fp16) if settings.fp16 is not None else None
+        self.scaler = LossScaler(settings.fp16) if settings.fp16 is not None else None
         self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self._versions = [param._version for param in self._params]
-        self._skips = 0
+        self._flags = torch.zeros(NUM_FLAGS, dtype=torch.float64, device=self._device)
+        self._versions = [param._version for param in self.params]
+        self.skips = 0
         self.result: StepResult | None = None
 
     def _make_gradients(self, shard: int) -> GradientBuckets:
         settings, group = self.settings, self._grid.data_group
         if settings.stage == 2 and settings.gradient_sharding == "microbatch" and group is not None:
-            return MicrobatchGradients(self._params, self.layout, group, shard, wire=settings.wire_dtype)
+            return MicrobatchGradients(self.params, self.layout, group, shard, wire=settings.wire_dtype)
         return StepGradients(
-            self._params, self.layout, group, shard, wire=settings.wire_dtype, all_reduce=settings.stage == 0
+            self.params, self.layout, group, shard, wire=settings.wire_dtype, all_reduce=settings.stage == 0
         )
 
     def _buckets_by_layer(self, layers: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> list[list[int]]:
         bucket_of = {
-            id(self._params[item.index]): bucket.index for bucket in self.layout.buckets for item in bucket.placements
+            id(self.params[item.index]): bucket.index for bucket in self.layout.buckets for item in bucket.placements
         }
         return [sorted({bucket_of[id(p)] for _, p in layer if id(p) in bucket_of}, reverse=True) for layer in layers]
 
@@ -143,7 +149,7 @@ class DistributedOptimizer:
         decayed: list[nn.Parameter] = []
         plain: list[nn.Parameter] = []
         for piece, master in zip(self.pieces, self.masters, strict=True):
-            (decayed if param_spec(self._params[piece.index]).decay else plain).append(master)
+            (decayed if param_spec(self.params[piece.index]).decay else plain).append(master)
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
         # A rank can own nothing of a small model; torch wants a parameter, so it gets an empty one.
         return [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(0))]}]
@@ -157,7 +163,7 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     def begin_microbatch(self, last: bool) -> None:
         """Before a microbatch's backward."""
@@ -171,6 +177,10 @@ class DistributedOptimizer:
         """Count a microbatch's summed loss and supervised tokens; one tensor-parallel rank of the last stage does."""
         self._loss += torch.stack([loss_sum.detach().double(), tokens.double()])
 
+    def raise_flags(self, flags: Sequence[bool]) -> None:
+        """Say in the coming steps that this rank raises these; the steps' results tell every rank."""
+        self._flags.copy_(torch.tensor(flags, dtype=torch.float64))
+
     def finish_gradients(self) -> None:
         """Wait for the data-parallel reduction, then add up what replicas hold in parts."""
         self.gradients.finish()
@@ -183,14 +193,15 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: too many skips in a row, or fp16 overflow at the minimum loss scale; on every rank.
         """
-        self._refresh_changed()
+        self.refresh_changed()
         norm_and_flag = self._replicas.local_norm(self._device)
-        totals = torch.cat([norm_and_flag, self._loss])
+        totals = torch.cat([norm_and_flag, self._loss, self._flags])
         if self._grid.world_size > 1:
             dist.all_reduce(totals)
-        square_sum, bad_ranks, loss_sum, tokens = totals.tolist()
+        square_sum, bad_ranks, loss_sum, tokens, *raised = totals.tolist()
+        flags = tuple(count > 0 for count in raised)
         if bad_ranks or not tokens:
-            self._skip(loss_sum, int(tokens), norm_and_flag[1])
+            self._skip(loss_sum, int(tokens), norm_and_flag[1], flags)
             return
         scale = self.settings.nominal_tokens / (tokens * self.loss_scale)
         grad_norm = square_sum**0.5 * scale
@@ -199,13 +210,13 @@ class DistributedOptimizer:
         if factor != 1.0:
             torch._foreach_mul_([self.gradients.view(piece) for piece in self.pieces], factor)
         self.inner.step()
-        self._write_back()
-        self.result = StepResult(loss_sum / tokens, int(tokens), grad_norm, skipped=False)
-        self._skips = 0
-        if self._scaler is not None:
-            self._scaler.update(overflow=False)
+        self.write_back()
+        self.result = StepResult(loss_sum / tokens, int(tokens), grad_norm, skipped=False, flags=flags)
+        self.skips = 0
+        if self.scaler is not None:
+            self.scaler.update(overflow=False)
 
-    def _skip(self, loss_sum: float, tokens: int, flag: torch.Tensor) -> None:
+    def _skip(self, loss_sum: float, tokens: int, flag: torch.Tensor, raised: tuple[bool, ...]) -> None:
         if tokens:
             flags = torch.zeros(self._grid.world_size, device=self._device)
             flags[self._grid.rank] = flag
@@ -214,18 +225,19 @@ class DistributedOptimizer:
             reason = f"the gradient is not finite on rank(s) {flags.nonzero().flatten().tolist()}"
         else:
             reason = "the global batch has no supervised token"
-        self._skips += 1
-        self.result = StepResult(loss_sum / tokens if tokens else 0.0, tokens, float("nan"), True, reason)
-        if self._skips >= self.settings.max_skipped_steps:
+        self.skips += 1
+        self.result = StepResult(loss_sum / tokens if tokens else 0.0, tokens, float("nan"), True, reason, raised)
+        if self.skips >= self.settings.max_skipped_steps:
             raise RuntimeError(
-                f"{self._skips} steps in a row were skipped (hybrid.training.max_skipped_steps): {reason}; "
+                f"{self.skips} steps in a row were skipped (hybrid.training.max_skipped_steps): {reason}; "
                 "lower the learning rate, or look for bad data or a bad initial checkpoint"
             )
-        if tokens and self._scaler is not None:
-            self._scaler.update(overflow=True)
+        if tokens and self.scaler is not None:
+            self.scaler.update(overflow=True)
 
-    def _write_back(self) -> None:
-        if self._params[0].dtype != torch.float32:
+    def write_back(self) -> None:
+        """Bring the masters' values into the parameters of every rank."""
+        if self.params[0].dtype != torch.float32:
             views = [self.parameters.view(piece) for piece in self.pieces]
             torch._foreach_copy_(views, [master.detach() for master in self.masters])
         self.parameters.gather()
@@ -252,34 +264,16 @@ class DistributedOptimizer:
         """Take the masters from the parameters; call after weights were loaded into the model."""
         for piece, master in zip(self.pieces, self.masters, strict=True):
             master.copy_(self.parameters.view(piece))
-        self._versions = [param._version for param in self._params]
+        self.keep_masters()
 
-    def _refresh_changed(self) -> None:
+    def keep_masters(self) -> None:
+        """The masters hold what the parameters do: changes made so far need not be taken over."""
+        self._versions = [param._version for param in self.params]
+
+    def refresh_changed(self) -> None:
         """Take over in-place changes of parameters, which autograd's version counters show."""
-        if self._versions != [param._version for param in self._params]:
+        if self._versions != [param._version for param in self.params]:
             self.refresh_masters()
-
-    # State, by the names of the Hugging Face tensors.
-
-    def named_state(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
-        """(kind, piece, flat fp32 tensor) of everything this rank owns; kinds are `master`, `exp_avg`, ..."""
-        for piece, master in zip(self.pieces, self.masters, strict=True):
-            yield "master", piece, master.detach()
-            for kind, value in self.inner.state.get(master, {}).items():
-                if torch.is_tensor(value) and value.numel() == piece.numel and kind != "step":
-                    yield kind, piece, value
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
-        # The masters of an fp32 model are the parameters.
-        shared = self._params[0].dtype == torch.float32
-        states = sum(tensor.nbytes for kind, _, tensor in self.named_state() if not (shared and kind == "master"))
-        return {
-            "parameters": self.parameters.nbytes,
-            "gradients": self.gradients.nbytes,
-            "states": states,
-            "buckets": self.gradients.buffer_nbytes,
-        }
 
     # What DeepSpeed's engine reads.
 

@@ -101,7 +101,8 @@ def test_faulty_files_are_named(tmp_path: Path) -> None:
         (index[:20], tokens, "c.idx is truncated"),
         (index[:-8], tokens, "c.idx is truncated"),
         (b"X" + index[1:], tokens, "c.idx is no Megatron index"),
-        (index, tokens[:-4], "c.bin is truncated"),
+        (index, tokens[:-4], "c.bin has 12 bytes, but its index covers 16"),
+        (index, tokens + b"\0", "c.bin has 17 bytes"),
         (index[:17] + b"\x06" + index[18:], tokens, "dtype code 6"),
     ]
     for bad_index, bad_tokens, message in faults:

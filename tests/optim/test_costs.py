@@ -5,6 +5,7 @@ import torch
 from support.llama import make_batches, make_engine, my_batches, small_config
 
 from hybrid.metrics.meter import TrafficMeter
+from hybrid.optim.state import memory_bytes
 
 BIG = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
 BUCKET = 300_000
@@ -32,7 +33,7 @@ def step_with_meter(stage, micro_batches, changes, steps=2, **kwargs):
 def memory(stage, changes):
     engine, _, _ = step_with_meter(stage, 2, changes)
     optimizer = engine.optimizer
-    return model_numel(engine), max(b.numel for b in optimizer.layout.buckets), optimizer.memory_bytes()
+    return model_numel(engine), max(b.numel for b in optimizer.layout.buckets), memory_bytes(optimizer)
 
 
 def bytes_per_parameter(stage, d):
@@ -67,8 +68,8 @@ def test_bytes_on_the_data_axis(pool, stage, micro_batches):
                 "reduce_scatter": pytest.approx(4 * numel * times, rel=0.01),
                 "all_gather": pytest.approx(2 * numel, rel=0.01),
             }
-        # The norm, the overflow flag and the loss travel in one small all-reduce.
-        assert [(c.op, c.payload) for c in world_calls] == [("all_reduce", 32)]
+        # The norm, the overflow flag, the loss and the flags of the run travel in one small all-reduce.
+        assert [(c.op, c.payload) for c in world_calls] == [("all_reduce", 48)]
 
 
 def events(stage, micro_batches, changes):
@@ -98,7 +99,7 @@ def events(stage, micro_batches, changes):
     first = list(log)
     log.clear()
     engine.train_batch(iterator)
-    return len(optimizer._params), len(optimizer.layout.buckets), first, list(log), optimizer._layer_buckets
+    return len(optimizer.params), len(optimizer.layout.buckets), first, list(log), optimizer._layer_buckets
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -92,7 +92,7 @@ def gradient_errors(layout, tie, stage, micro_batches, batches, gradients):
         tokens = sum(int((labels != -100).sum()) for _, labels in batches)
         factor = optimizer.settings.nominal_tokens / tokens
         for piece in optimizer.pieces:
-            want = expected_local(optimizer._params[piece.index], gradients).flatten()[piece.start : piece.stop]
+            want = expected_local(optimizer.params[piece.index], gradients).flatten()[piece.start : piece.stop]
             got = optimizer.gradients.view(piece) * factor
             scale = float(want.abs().max())
             worst = max(worst, float(((got - want).abs() - 1e-4 * want.abs() - 1e-5 * scale).max()))

@@ -1,0 +1,71 @@
+"""What a rank's optimizer holds, piece by piece: to be saved, and to be filled in again under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from hybrid.optim.distributed import DistributedOptimizer
+from hybrid.optim.layout import Piece
+
+MASTER = "master"
+"""The kind of the fp32 weights; the other kinds are the inner optimizer's names for its states."""
+
+_STEP = "step"
+
+Fill = Callable[[str, nn.Parameter, Piece, torch.Tensor], None]
+"""Writes the values of (kind, parameter, piece) into a flat fp32 tensor that holds zeros where the model has padding."""
+
+
+def named_state(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Piece, torch.Tensor]]:
+    """(kind, piece, flat fp32 tensor) of everything this rank owns."""
+    for piece, master in zip(optimizer.pieces, optimizer.masters, strict=True):
+        yield MASTER, piece, master.detach()
+        for kind, value in optimizer.inner.state.get(master, {}).items():
+            if torch.is_tensor(value) and value.numel() == piece.numel and kind != _STEP:
+                yield kind, piece, value
+
+
+def inner_steps(optimizer: DistributedOptimizer) -> int:
+    """Updates the inner optimizer counts, for its bias correction; 0 if it counts none."""
+    counts = [state[_STEP] for state in optimizer.inner.state.values() if _STEP in state]
+    return max((int(count) for count in counts), default=0)
+
+
+@torch.no_grad()
+def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], steps: int, fill: Fill) -> None:
+    """Fill masters and states anew, and the parameters from the masters; a collective call.
+
+    Args:
+        kinds: states the inner optimizer had, besides the masters.
+        steps: as `inner_steps` said.
+    """
+    optimizer.wait_parameters()
+    for piece, master in zip(optimizer.pieces, optimizer.masters, strict=True):
+        param = optimizer.params[piece.index]
+        fill(MASTER, param, piece, master.detach())
+        state = optimizer.inner.state[master]
+        state.clear()
+        if steps:
+            state[_STEP] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
+        for kind in kinds:
+            state[kind] = torch.zeros_like(master)
+            fill(kind, param, piece, state[kind])
+    optimizer.write_back()
+    optimizer.wait_parameters()
+    optimizer.keep_masters()
+
+
+def memory_bytes(optimizer: DistributedOptimizer) -> dict[str, int]:
+    """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
+    # The masters of an fp32 model are the parameters.
+    shared = optimizer.params[0].dtype == torch.float32
+    states = sum(tensor.nbytes for kind, _, tensor in named_state(optimizer) if not (shared and kind == MASTER))
+    return {
+        "parameters": optimizer.parameters.nbytes,
+        "gradients": optimizer.gradients.nbytes,
+        "states": states,
+        "buckets": optimizer.gradients.buffer_nbytes,
+    }
