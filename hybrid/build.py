@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 
+from hybrid.agreement import together
 from hybrid.config.deepspeed import deepspeed_config, scheduler_of
 from hybrid.config.run import RunConfig
-from hybrid.convert.hf import load_hf
+from hybrid.convert.load import load_weights
 from hybrid.grid import Grid
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
+from hybrid.optim.policy import choose_policy
 from hybrid.optim.schedule import lr_factor
 from hybrid.pipeline.module import LlamaPipeline
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,28 +40,49 @@ def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngi
         recompute_layers=recompute.num_layers,
     )
     if run.hybrid.init_from is not None:
-        load_hf(module, run.model, Path(run.hybrid.init_from))
+        source = run.hybrid.init_from
+        together(lambda: load_weights(module, run.model, source))
     return HybridEngine(
         module,
         grid,
         deepspeed_config(run),
-        optimizer_settings(run),
+        optimizer_settings(run, _largest_stage(module)),
         optimizer_factory(run.optimizer_type, run.optimizer_params),
         lambda inner: make_scheduler(run, inner),
     )
 
 
-def optimizer_settings(run: RunConfig) -> OptimizerSettings:
-    """What the configuration says to the distributed optimizer."""
-    sharding = run.hybrid.optimizer.gradient_sharding
+def _largest_stage(module: LlamaPipeline) -> int:
+    """Trainable parameters of the rank that has most: all ranks must choose alike."""
+    numel = torch.tensor([sum(p.numel() for p in module.parameters() if p.requires_grad)])
+    numel = numel.to(next(module.parameters()).device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(numel, op=dist.ReduceOp.MAX)
+    return int(numel.item())
+
+
+def optimizer_settings(run: RunConfig, parameters: int) -> OptimizerSettings:
+    """What the configuration says to the distributed optimizer of a rank with so many trainable parameters."""
+    options = run.hybrid.optimizer
+    policy = choose_policy(
+        options.gradient_sharding,
+        stage=run.zero_stage,
+        parameters=parameters,
+        parameter_bytes=DTYPES[run.precision].itemsize,
+        data_parallel_size=run.parallel.data_parallel_size,
+        micro_batches=run.gradient_accumulation_steps,
+        memory_bytes=None if options.memory_gib is None else options.memory_gib * 2**30,
+    )
+    if dist.get_rank() == 0:
+        logger.info("gradients are reduced once a %s: %s", policy.gradient_sharding, policy.reason)
     return OptimizerSettings(
         stage=run.zero_stage,
         bucket_size=run.reduce_bucket_size,
         nominal_tokens=run.tokens_per_step,
-        gradient_sharding="microbatch" if sharding == "auto" else sharding,
+        gradient_sharding=policy.gradient_sharding,
         wire_dtype=DTYPES[run.communication_dtype],
         gradient_clipping=run.gradient_clipping,
-        overlap=run.hybrid.optimizer.overlap,
+        overlap=options.overlap,
         max_skipped_steps=run.hybrid.training.max_skipped_steps,
         fp16=run.ds["fp16"] if run.precision == "fp16" else None,
     )

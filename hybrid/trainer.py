@@ -72,6 +72,7 @@ class Trainer:
             eval_fraction=hybrid.data.eval_fraction,
             cache_dir=hybrid.data.cache_dir,
             text_key=hybrid.data.text_key,
+            reset_attention=hybrid.data.reset_attention,
         )
         return rank_zero_first(lambda: build_data(spec))
 

@@ -17,13 +17,19 @@ _HELP = {
     "data": "demo, or .jsonl, .txt or .parquet files, or a blend: WEIGHT PATH WEIGHT PATH ...",
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",
-    "resume": "checkpoint folder, or (also without a value) latest",
+    "resume": "auto (the default: the newest complete checkpoint, if any), latest (also without a value), none, or a folder",
     "init_from": "folder with Hugging Face weights to start from",
     "save_every": "steps between checkpoints; 0: only at the end",
+    "keep_last": "delete all but the newest so many checkpoints; 0: keep all",
+    "keep_every": "never delete checkpoints of a multiple of so many steps",
+    "stop_after_steps": "save and end this launch after so many steps; train_steps stays",
+    "max_wall_time": "save and end this launch after so much time, in seconds or as H:MM:SS",
     "eval_every": "steps between evaluations; 0: never",
 }
 
-_WHOLE_NUMBERS = ("train_steps", "seq_length", "seed", "save_every", "eval_every")
+_WHOLE_NUMBERS = (
+    "train_steps", "seq_length", "seed", "save_every", "keep_last", "keep_every", "stop_after_steps", "eval_every",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,6 +67,12 @@ def deepspeed_problems(tree: Mapping[str, Any], pipeline_model_parallel_size: in
     if _enabled(tree, "bf16") and _enabled(tree, "fp16"):
         found.append("bf16.enabled and fp16.enabled are both true: a run has one precision; set one to false")
     buckets = _section(tree, "zero_optimization")
+    wire = tree.get("communication_data_type", "fp32")
+    if wire in ("bf16", "fp16") and buckets.get("stage", 0) == 0:
+        found.append(
+            f"communication_data_type {shown(wire)} needs sharded gradients, which are summed in fp32 where they "
+            "arrive: set zero_optimization.stage to 1 or 2, or leave communication_data_type at fp32"
+        )
     reduce_size, gather_size = buckets.get("reduce_bucket_size", "auto"), buckets.get("allgather_bucket_size", "auto")
     if gather_size not in ("auto", reduce_size):
         found.append(

@@ -24,6 +24,10 @@ FLAGS: dict[str, str] = {
     "resume": "hybrid.training.resume",
     "init_from": "hybrid.init_from",
     "save_every": "hybrid.training.save_every",
+    "keep_last": "hybrid.checkpoint.keep_last",
+    "keep_every": "hybrid.checkpoint.keep_every",
+    "stop_after_steps": "hybrid.training.stop_after_steps",
+    "max_wall_time": "hybrid.training.max_wall_time",
     "eval_every": "hybrid.training.eval_every",
 }
 """The named flags, and the path each one sets."""

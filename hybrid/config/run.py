@@ -55,7 +55,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as a file that gives the same run again, whatever becomes of the model's folder."""
-        section = self.hybrid.model_dump()
+        section = self.hybrid.model_dump(by_alias=True)
         section["model"] = self.model.to_hf(self.precision)
         section["pipeline_split"] = list(self.layers_per_stage)
         return {**self.ds, "hybrid": section}

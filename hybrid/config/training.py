@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -32,6 +33,8 @@ class DataConfig(_Section):
     """Field of a .jsonl or .parquet row that holds the text. Default text."""
     eval_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Share of the samples held out for evaluation. Default 0.05."""
+    reset_attention: bool = False
+    """Documents in one sample do not see each other, and positions start anew with each. Default false."""
     cache_dir: str | None = None
     """Folder for prepared tokens. Default: a folder in the user's cache."""
 
@@ -69,17 +72,47 @@ class TrainingConfig(_Section):
     """Steps between checkpoints; 0 saves only at the end. Default 0."""
     log_every: int = Field(default=1, ge=1)
     """Steps between console lines; metrics.jsonl has every step. Default 1."""
-    resume: str | None = None
-    """Checkpoint folder to continue from; `latest` is the newest complete one in output_dir. Default: a fresh start."""
+    resume: str = "auto"
+    """`auto`: the newest complete checkpoint in output_dir, or a fresh start where there is none; `latest`: the same,
+    but one must be there; `none`: a fresh start; or a checkpoint folder, or the folder of a run. Default auto."""
+    stop_after_steps: int | None = Field(default=None, ge=1)
+    """This launch saves and ends after so many steps; schedule and train_steps stay. Default: none, run to the end."""
+    max_wall_time: float | None = Field(default=None, gt=0)
+    """Seconds, or "H:MM:SS", after which this launch saves and ends with exit code 75; leave time for the save before
+    the scheduler's limit. Default: no limit."""
     max_skipped_steps: int = Field(default=20, ge=1)
     """Steps in a row that may be skipped for non-finite gradients before the run stops. Default 20."""
+
+    @field_validator("max_wall_time", mode="before")
+    @classmethod
+    def _clock_time(cls, value: object) -> object:
+        if isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:\d\d(:\d\d)?", value.replace("-", ":")):
+            fields = [int(field) for field in value.replace("-", ":").split(":")]
+            return float(sum(field * unit for field, unit in zip(reversed(fields), (1, 60, 3600, 86400), strict=False)))
+        return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?", value) else value
+
+
+class CheckpointConfig(_Section):
+    """How checkpoints are written and which are kept."""
+
+    asynchronous: bool = Field(default=True, alias="async")
+    """Write in the background: training waits for the copy to host memory only. Default true."""
+    keep_last: int = Field(default=0, ge=0)
+    """Delete all but the newest so many checkpoints; 0 keeps all. Default 0."""
+    keep_every: int = Field(default=0, ge=0)
+    """Never delete those of a multiple of so many steps; 0 protects none. Default 0."""
+    max_failures: int = Field(default=3, ge=1)
+    """Checkpoints in a row that may fail to be written, for a full disk say, before the run stops. Default 3."""
 
 
 class HybridOptimizerConfig(_Section):
     """How the distributed optimizer communicates; what it computes is DeepSpeed's `optimizer` section."""
 
     gradient_sharding: Literal["auto", "step", "microbatch"] = "auto"
-    """Reduce-scatter gradients once a step or after each microbatch; `auto` decides from the stage. Default auto."""
+    """Under stage 2: reduce gradients every microbatch (least memory) or once a step (least traffic). `auto` takes the
+    second only if there are several microbatches and `memory_gib` holds it. Default auto."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """GiB of a device that weights, gradients and optimizer states may take, for `auto`. Default: not known."""
     overlap: bool = True
     """Communicate while computing. `zero_optimization.overlap_comm` means the same. Default true."""
 
@@ -109,6 +142,8 @@ class HybridConfig(_Section):
     """Course of the run."""
     optimizer: HybridOptimizerConfig = HybridOptimizerConfig()
     """Communication of the optimizer."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -122,6 +157,7 @@ def hybrid_paths() -> set[str]:
     def walk(model: type[BaseModel], prefix: str) -> set[str]:
         paths = set()
         for name, field in model.model_fields.items():
+            name = field.alias or name
             paths.add(prefix + name)
             for kind in (field.annotation, *get_args(field.annotation)):
                 if isinstance(kind, type) and issubclass(kind, BaseModel):

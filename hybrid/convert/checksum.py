@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 
@@ -75,4 +77,13 @@ def checksum(data: bytes | Bytes) -> str:
     """Of bytes at hand."""
     result = Checksum()
     result.update(np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data)
+    return result.hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """Of a whole file."""
+    result = Checksum()
+    with path.open("rb") as file:
+        while content := file.read(4 * BLOCK):
+            result.update(np.frombuffer(content, np.uint8))
     return result.hexdigest()

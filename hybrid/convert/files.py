@@ -59,7 +59,8 @@ def staged(directory: Path, *, overwrite: bool, size: int = 0) -> Iterator[Path]
         _remove(staging)
         if error.errno in _FULL:
             raise CheckpointError(
-                [f"the disk is full ({error.strerror}): free about {size:,} bytes; nothing was left behind"], str(directory)
+                [f"the disk is full ({error.strerror}): free about {size:,} bytes; nothing was left behind"],
+                str(directory),
             ) from error
         raise CheckpointError([f"it cannot be written: {error}"], str(directory)) from error
     except BaseException:

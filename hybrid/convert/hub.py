@@ -43,5 +43,7 @@ def fetch(source: str | Path) -> Path:
         ) from None
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError([f"there is no such folder, and the Hugging Face hub says: {reason}"], str(source)) from None
+        raise CheckpointError(
+            [f"there is no such folder, and the Hugging Face hub says: {reason}"], str(source)
+        ) from None
     return Path(files)

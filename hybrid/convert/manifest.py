@@ -37,7 +37,9 @@ class Layout:
 
     def __str__(self) -> str:
         stages = " + ".join(map(str, self.layers_per_stage))
-        return f"tensor {self.tensor_model_parallel_size} x pipeline {self.pipeline_model_parallel_size} ({stages} layers)"
+        return (
+            f"tensor {self.tensor_model_parallel_size} x pipeline {self.pipeline_model_parallel_size} ({stages} layers)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,9 @@ def read_manifest(directory: Path) -> Manifest:
             files={name: FileRecord(**record) for name, record in raw["files"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError([f"it is not a manifest of this package: {type(error).__name__} {error}"], str(path)) from None
+        raise CheckpointError(
+            [f"it is not a manifest of this package: {type(error).__name__} {error}"], str(path)
+        ) from None
 
 
 def file_problems(directory: Path, manifest: Manifest) -> list[str]:
@@ -134,5 +138,7 @@ def file_problems(directory: Path, manifest: Manifest) -> list[str]:
         if not path.is_file():
             problems.append(f"{name} is missing: the manifest lists it")
         elif (size := path.stat().st_size) != record.size:
-            problems.append(f"{name} has {size:,} bytes, the manifest says {record.size:,}: it is damaged or half copied")
+            problems.append(
+                f"{name} has {size:,} bytes, the manifest says {record.size:,}: it is damaged or half copied"
+            )
     return problems

@@ -18,14 +18,15 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What a training checkpoint holds of each weight besides the weight: fp32, of the weight's shape."""
-
 _STATE_PREFIX = "optimizer."
 
 
 def state_key(hf_name: str, state: str) -> str:
-    """The key of a weight's optimizer state: `state_key("lm_head.weight", "master")` is `optimizer.lm_head.weight.master`."""
+    """The key of a weight's optimizer state in a training checkpoint: `optimizer.lm_head.weight.master`.
+
+    `state` is `master` (the fp32 weight), or what the optimizer keeps, as `exp_avg` and `exp_avg_sq`; all are fp32 and
+    of the weight's shape. The weight itself, in the dtype it is computed with, has its Hugging Face name as key.
+    """
     return f"{_STATE_PREFIX}{hf_name}.{state}"
 
 
@@ -136,7 +137,9 @@ def rank_segments(
 ) -> list[Segment]:
     """The Hugging Face slices that rank (pp_rank, tp_rank) holds, in the order of its parameters."""
     layers = pipeline_layers(config, tp_size, tp_rank)
-    segments = [s for index in stage_layers(layers_per_stage, pp_rank) for param in layers[index] for s in param.segments]
+    segments = [
+        s for index in stage_layers(layers_per_stage, pp_rank) for param in layers[index] for s in param.segments
+    ]
     # On a single stage the tied head is not a second parameter.
     return segments[:-1] if config.tie_word_embeddings and len(layers_per_stage) == 1 else segments
 

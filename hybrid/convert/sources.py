@@ -15,7 +15,7 @@ from hybrid.config.model import LlamaConfig, read_model_json
 from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.hub import fetch
 from hybrid.convert.layers import layer_file, layer_tensors
-from hybrid.convert.manifest import DEEPSPEED, SHARDED, Manifest, file_problems, is_manifest, read_manifest
+from hybrid.convert.manifest import SHARDED, Manifest, file_problems, is_manifest, read_manifest
 from hybrid.convert.names import hf_shapes, is_state_key
 from hybrid.convert.store import ArrayPiece, FilePiece, Piece, StoredTensor, TensorFile, TensorStore
 from hybrid.convert.tensorfile import OFFSETS_KEY, read_header
@@ -112,7 +112,9 @@ def _read_indexed(index: Path, read: Callable[[Iterable[Path]], dict[str, Stored
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError([f"it is not an index with a weight_map: {error}"], str(index)) from None
     if missing := [name for name in files if not (index.parent / name).exists()]:
-        raise CheckpointError([f"it names {name}, which is not there: download it again" for name in missing], str(index))
+        raise CheckpointError(
+            [f"it names {name}, which is not there: download it again" for name in missing], str(index)
+        )
     tensors: dict[str, StoredTensor] = {}
     problems = []
     for name in files:

@@ -30,10 +30,10 @@ CHUNK_BYTES = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Those numpy knows as well."""
 
-_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_RAW = {size: np.dtype(f"u{size}") for size in _INTEGERS}
 
 
-def raw_dtype(dtype: torch.dtype) -> type[np.unsignedinteger[Any]]:
+def raw_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The unsigned integers of a dtype's width."""
     return _RAW[dtype.itemsize]
 
@@ -99,7 +99,7 @@ class TensorFile:
 
     def read_into(self, out: Raw, position: int) -> None:
         """Fill the contiguous `out` with the bytes from `position` on."""
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = out.reshape(-1).view(np.uint8).data
         while len(view):
             count = os.preadv(self._descriptor(), [view], position)
             if count == 0:
@@ -128,7 +128,7 @@ class FilePiece:
     def copy(self, index: tuple[slice, ...], out: Raw) -> None:
         shape, dtype = self.entry.shape, raw_dtype(self.entry.dtype)
         if out.flags.c_contiguous and _full(index[1:], shape[1:]):
-            row = math.prod(shape[1:]) * dtype().itemsize
+            row = math.prod(shape[1:]) * dtype.itemsize
             self.file.read_into(out, self.entry.position + index[0].start * row)
             return
         data = self.file.mapped()[self.entry.position : self.entry.position + self.entry.nbytes]
@@ -170,6 +170,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def problem(self) -> str | None:
         """Why the pieces are not the tensor, or None: they have to cover each element once."""
         boxes = [piece.box for piece in self.pieces if math.prod(piece.shape)]
@@ -194,11 +198,6 @@ class TensorStore:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def nbytes(self, name: str) -> int:
-        """Bytes of a tensor."""
-        tensor = self.tensors[name]
-        return math.prod(tensor.shape) * tensor.dtype.itemsize
 
     def _fill(self, tensor: StoredTensor, box: Box, out: Raw) -> None:
         """Copy the elements of `box` to `out`, of the same shape."""

@@ -113,11 +113,16 @@ def read_header(path: Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             raw = file.read(_LENGTH_BYTES)
             if len(raw) < _LENGTH_BYTES:
-                raise CheckpointError([f"it has {size} bytes: a safetensors file starts with 8; download it again"], str(path))
+                raise CheckpointError(
+                    [f"it has {size} bytes: a safetensors file starts with 8; download it again"], str(path)
+                )
             (length,) = struct.unpack("<Q", raw)
             if length > min(_LONGEST_HEADER, size - _LENGTH_BYTES):
                 raise CheckpointError(
-                    [f"its header should have {length:,} bytes, the file has {size:,}: it is truncated, or no safetensors"],
+                    [
+                        f"its header should have {length:,} bytes, the file has {size:,}: it is truncated, or not "
+                        "a safetensors file"
+                    ],
                     str(path),
                 )
             raw += file.read(length)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch
 from hybrid.convert.checksum import Checksum, checksum
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.manifest import FileRecord
+from hybrid.convert.parallel import Check, run_all
 from hybrid.convert.store import Box, Raw, TensorStore, box_shape, raw_array
 from hybrid.convert.tensorfile import OFFSETS_KEY, SHARDING_KEY, make_header
 
@@ -47,7 +46,7 @@ class TensorFileWriter:
         self._put(np.frombuffer(self._header.raw, np.uint8), 0)
 
     def _put(self, data: npt.NDArray[np.uint8], position: int) -> None:
-        view = memoryview(data)
+        view = data.data
         while len(view):
             count = os.pwrite(self._fd, view, position)
             view, position = view[count:], position + count
@@ -70,7 +69,9 @@ class TensorFileWriter:
         assert not missing, f"never written: {missing}"
         self.close()
         return FileRecord(
-            size=self._header.file_size, checksum=checksum(self._header.raw), tensors=dict(sorted(self._checksums.items()))
+            size=self._header.file_size,
+            checksum=checksum(self._header.raw),
+            tensors=dict(sorted(self._checksums.items())),
         )
 
     def close(self) -> None:
@@ -112,44 +113,21 @@ def write_files(
             writers[name] = TensorFileWriter(directory / name, tensors, offsets)
             for part in slices:
                 by_tensor.setdefault(part.source, []).append((name, part))
-        stop = threading.Event()
 
-        def convert(parts: list[tuple[str, Slice]]) -> None:
-            try:
-                for name, part in parts:
-                    writers[name].write(part.key, _counted(_chunks(store, part), stop, progress))
-            except BaseException:
-                stop.set()
-                raise
+        def convert(parts: list[tuple[str, Slice]], check: Check) -> None:
+            for name, part in parts:
+                writers[name].write(part.key, _counted(_chunks(store, part), check, progress))
 
-        run_all(convert, by_tensor.values(), workers, stop)
+        run_all(convert, by_tensor.values(), workers)
         return {name: writer.finish() for name, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.close()
 
 
-def run_all(call: Callable[[list[tuple[str, Slice]]], None], jobs: Iterable[list[tuple[str, Slice]]], workers: int, stop: threading.Event) -> None:
-    """`call` on every job; if one fails, the others are broken off and its error is raised."""
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        futures = [pool.submit(call, job) for job in jobs]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-class _Stopped(Exception):
-    """Another worker failed."""
-
-
-def _counted(chunks: Iterator[Raw], stop: threading.Event, progress: Progress) -> Iterator[Raw]:
+def _counted(chunks: Iterator[Raw], check: Check, progress: Progress) -> Iterator[Raw]:
     for chunk in chunks:
-        if stop.is_set():
-            raise _Stopped
+        check()
         yield chunk
         progress(chunk.nbytes)
 

@@ -17,7 +17,7 @@ from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 
 Batch = tuple[torch.Tensor, ...]
-"""Token ids and shifted labels, each [b, s]."""
+"""Token ids and shifted labels, of packed documents also positions and segment numbers; each [b, s] int64."""
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -76,6 +76,14 @@ class HybridEngine(PipelineEngine):
         self._backwards = 0
         return super()._train_schedule()
 
+    def _next_batch(self) -> tuple[Any, torch.Tensor]:
+        """(what the first stage takes, labels) of the next microbatch."""
+        tokens, labels, *packing = next(self.data_iterator)
+        if not packing:
+            return tokens, labels
+        _, segments = packing
+        return (tokens, segments.int()), labels
+
     def _exec_forward_pass(self, buffer_id: int) -> None:
         outputs = self.module(self.pipe_buffers["inputs"][buffer_id])
         if self.is_last_stage():
@@ -93,6 +101,8 @@ class HybridEngine(PipelineEngine):
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_last_stage():
             grad = torch.full_like(outputs, self.optimizer.backward_scale)
+        elif isinstance(outputs, tuple):  # segment numbers beside the hidden states have no gradient
+            outputs, grad = outputs[0], self.grad_layer[0]
         else:
             grad = self.grad_layer
         self.optimizer.begin_microbatch(last=self._backwards == self.micro_batches)

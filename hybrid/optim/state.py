@@ -28,28 +28,23 @@ def named_state(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Piece, t
                 yield kind, piece, value
 
 
-def inner_steps(optimizer: DistributedOptimizer) -> int:
-    """Updates the inner optimizer counts, for its bias correction; 0 if it counts none."""
-    counts = [state[_STEP] for state in optimizer.inner.state.values() if _STEP in state]
-    return max((int(count) for count in counts), default=0)
-
-
 @torch.no_grad()
-def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], steps: int, fill: Fill) -> None:
+def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], updates: int, fill: Fill) -> None:
     """Fill masters and states anew, and the parameters from the masters; a collective call.
 
     Args:
         kinds: states the inner optimizer had, besides the masters.
-        steps: as `inner_steps` said.
+        updates: steps it had taken, for Adam's bias correction.
     """
     optimizer.wait_parameters()
+    counts = isinstance(optimizer.inner, torch.optim.Adam | torch.optim.AdamW)
     for piece, master in zip(optimizer.pieces, optimizer.masters, strict=True):
         param = optimizer.params[piece.index]
         fill(MASTER, param, piece, master.detach())
         state = optimizer.inner.state[master]
         state.clear()
-        if steps:
-            state[_STEP] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
+        if kinds and counts:
+            state[_STEP] = torch.tensor(float(updates), dtype=torch.float32, device=master.device)
         for kind in kinds:
             state[kind] = torch.zeros_like(master)
             fill(kind, param, piece, state[kind])

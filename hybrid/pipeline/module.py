@@ -14,14 +14,19 @@ from torch import nn
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import stage_ranges
 from hybrid.grid import Grid
+from hybrid.model.block import TransformerBlock
 from hybrid.model.init import init_parameters
 from hybrid.model.norm import RMSNorm
-from hybrid.model.rope import rope_tables
-from hybrid.pipeline.layers import BlockPipe, HeadOutput, HeadPipe, tied_head
+from hybrid.model.packing import segment_mask, segment_rope
+from hybrid.model.rope import Rope, rope_tables
+from hybrid.pipeline.layers import HeadOutput, HeadPipe, tied_head
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.embedding import VocabParallelEmbedding
 from hybrid.tensor_parallel.random import RNGTracker
+
+StageInput = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Token ids [b, s] or hidden states [s, b, h] (or [s/t, b, h]), alone or with segment numbers [b, s]."""
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -63,6 +68,8 @@ class LlamaPipeline(PipelineModule):
         )
         self._blocks = stage_ranges(layers_per_stage)
         self.before_layer: Callable[[int], None] = lambda layer: None
+        # Made anew only when the length changes.
+        self._rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
         specs = self._specs(dtype, device, recompute, recompute_layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the partition; the run's banner says it
             super().__init__(layers=specs, topology=grid.topology, loss_fn=self._loss, partition_method="explicit")
@@ -72,7 +79,6 @@ class LlamaPipeline(PipelineModule):
         self, dtype: torch.dtype, device: torch.device, recompute: str, recompute_layers: int | None
     ) -> list[LayerSpec]:
         config, tp = self.config, self.tp
-        make_rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
         common = {"tp": tp, "dtype": dtype, "device": device}
         vocab = (config.vocab_size, config.hidden_size)
         blocks = []
@@ -80,7 +86,7 @@ class LlamaPipeline(PipelineModule):
             recomputing = len(stage) if recompute_layers is None else recompute_layers
             for position, index in enumerate(stage):
                 granularity = recompute if position < recomputing else "none"
-                blocks.append(LayerSpec(BlockPipe, config, index, make_rope, recompute=granularity, **common))
+                blocks.append(LayerSpec(TransformerBlock, config, index, recompute=granularity, **common))
         norm = LayerSpec(RMSNorm, config.hidden_size, config.rms_norm_eps, name=FINAL_NORM, **common)
         if not config.tie_word_embeddings:
             embedding = LayerSpec(VocabParallelEmbedding, *vocab, name=EMBEDDING, **common)
@@ -102,13 +108,28 @@ class LlamaPipeline(PipelineModule):
         hidden, weight = outputs
         return linear_cross_entropy(hidden, weight, labels, vocab_size=self.config.vocab_size, tp=self.tp)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor | HeadOutput:
-        """Run this stage: token ids [b, s] or hidden states in, hidden states or (hidden states, head weight) out."""
-        x = inputs
+    def forward(self, inputs: StageInput) -> StageInput | HeadOutput:
+        """Run this stage: token ids [b, s] or hidden states in, hidden states or (hidden states, head weight) out.
+
+        With packed documents the segment numbers [b, s] travel beside the hidden states, and each stage makes RoPE
+        and mask of them: nothing larger crosses.
+        """
+        x, segments = inputs if isinstance(inputs, tuple) else (inputs, None)
+        rope, mask = self._positions(x, segments)
         for index, layer in enumerate(self.forward_funcs):
             self.before_layer(index)
-            x = layer(x)
-        return x
+            x = layer(x, rope, mask) if isinstance(layer, TransformerBlock) else layer(x)
+        if segments is None or isinstance(x, tuple):
+            return x
+        return x, segments
+
+    def _positions(self, x: torch.Tensor, segments: torch.Tensor | None) -> tuple[Rope, torch.Tensor | None]:
+        """RoPE tables, and the mask where the causal rule is not all."""
+        if segments is not None:
+            return segment_rope(self._rope(segments.size(1), x.device), segments), segment_mask(segments)
+        if not x.is_floating_point():
+            return self._rope(x.size(1), x.device), None
+        return self._rope(x.size(0) * (self.tp.size if self.tp.sequence_sharded else 1), x.device), None
 
     def parameters_by_layer(self) -> list[list[tuple[str, nn.Parameter]]]:
         """(name, parameter) of each layer of this stage in forward order; a shared one at its first use."""

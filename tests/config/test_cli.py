@@ -43,7 +43,7 @@ def test_one_or_more_sources() -> None:
 
 
 def test_resume_with_and_without_a_value() -> None:
-    assert run().hybrid.training.resume is None
+    assert run().hybrid.training.resume == "auto"
     assert run("--resume").hybrid.training.resume == "latest"
     assert run("--resume", "folder").hybrid.training.resume == "folder"
 

@@ -21,7 +21,7 @@ from hybrid.config.training import hybrid_paths
         ('hybrid.model="llama2-7b"', {"hybrid": {"model": "llama2-7b"}}),
         ("hybrid.data.source=a=b.txt", {"hybrid": {"data": {"source": "a=b.txt"}}}),
         ("hybrid.pipeline_split=[3, 1]", {"hybrid": {"pipeline_split": [3, 1]}}),
-        ("hybrid.training.resume=null", {"hybrid": {"training": {"resume": None}}}),
+        ("hybrid.training.stop_after_steps=null", {"hybrid": {"training": {"stop_after_steps": None}}}),
         ("optimizer.params.lr=1e-3", {"optimizer": {"params": {"lr": 1e-3}}}),
         ('hybrid={"tokenizer": "t"}', {"hybrid": {"tokenizer": "t"}}),
         ("zero_optimization.offload_param.device=cpu", {"zero_optimization": {"offload_param": {"device": "cpu"}}}),

@@ -1,0 +1,1 @@
+"""What the package costs, beside its peers; each module is run with `python -m benchmarks.NAME`."""

@@ -1,0 +1,120 @@
+"""One process alone, in a bare loop: the ideal that ratios refer to, and the Hugging Face model without any engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from benchmarks.workload import CLIPPING, OPTIMIZER, Batch, Workload
+from hybrid.config.model import LlamaConfig
+from hybrid.model.block import TransformerBlock
+from hybrid.model.init import init_parameters
+from hybrid.model.norm import RMSNorm
+from hybrid.model.rope import rope_tables
+from hybrid.tensor_parallel.context import TensorParallel
+from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
+from hybrid.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_weight
+
+Step = Callable[[], object]
+"""One whole optimizer step, with nothing left in flight."""
+Loss = Callable[[Batch], torch.Tensor]
+"""Mean loss of a microbatch."""
+
+
+class MasterWeights:
+    """Mixed precision with the least work: bf16 gradients, fp32 masters, fused AdamW, foreach copies between them."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._masters = [nn.Parameter(param.detach().float()) for param in self._params]
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+        self._grads = [master.grad for master in self._masters if master.grad is not None]
+        decay = [m for m in self._masters if m.dim() > 1]
+        plain = [m for m in self._masters if m.dim() <= 1]
+        groups = [{"params": decay}, {"params": plain, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, fused=True, **OPTIMIZER)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, update the masters, round them into the parameters, and drop the gradients."""
+        torch._foreach_copy_(self._grads, [param.grad for param in self._params])
+        nn.utils.clip_grad_norm_(self._masters, CLIPPING, foreach=True)
+        self._optimizer.step()
+        torch._foreach_copy_([param.detach() for param in self._params], [m.detach() for m in self._masters])
+        for param in self._params:
+            param.grad = None
+
+
+def loop(params: Sequence[nn.Parameter], loss: Loss, batches: Sequence[Batch]) -> Step:
+    """Gradient accumulation over `batches`, then the update."""
+    weights = MasterWeights(params)
+
+    def step() -> None:
+        for batch in batches:
+            (loss(batch) / len(batches)).backward()
+        weights.step()
+
+    return step
+
+
+class BareLlama(nn.Module):
+    """This package's layers, one after the other."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        tp = TensorParallel.single()
+        self.config, self.tp = config, tp
+        vocab = (config.vocab_size, config.hidden_size)
+        common = {"tp": tp, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+        self.embedding = VocabParallelEmbedding(*vocab, name="model.embed_tokens", **common)
+        self.blocks = nn.ModuleList(TransformerBlock(config, i, **common) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, name="model.norm", **common)
+        self.head = vocab_parallel_weight(*vocab, name="lm_head", **common)
+        self._rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
+        init_parameters(self, 0, config.initializer_range)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss of ids and shifted labels, each [b, s]."""
+        hidden = self.embedding(ids)
+        rope = self._rope(ids.size(1), ids.device)
+        for block in self.blocks:
+            hidden = block(hidden, rope)
+        loss, tokens = linear_cross_entropy(
+            self.norm(hidden), self.head, labels, vocab_size=self.config.vocab_size, tp=self.tp
+        )
+        return loss / tokens
+
+
+def bare_loop(workload: Workload) -> Step:
+    """The ideal: this package's layers, no engine, no communication."""
+    model = BareLlama(workload.config)
+    return loop(list(model.parameters()), lambda batch: model(*batch), workload.batches(workload.sequences, seed=1))
+
+
+def hugging_face_model(workload: Workload) -> nn.Module:
+    """transformers' LlamaForCausalLM in bf16, with torch's attention."""
+    from transformers import LlamaConfig as HFConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = HFConfig(**workload.config.to_hf("bf16"), attn_implementation="sdpa", use_cache=False)
+    model: nn.Module = LlamaForCausalLM(config).to(torch.bfloat16)
+    return model
+
+
+def hugging_face_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """transformers' own loss."""
+    ids, labels = batch
+    loss: torch.Tensor = model(input_ids=ids, labels=labels, shift_labels=labels).loss
+    return loss
+
+
+def hugging_face_loop(workload: Workload) -> Step:
+    """The Hugging Face model with fused AdamW, in the same loop as the ideal."""
+    model = hugging_face_model(workload)
+    batches = workload.batches(workload.sequences, seed=1)
+    return loop(list(model.parameters()), lambda batch: hugging_face_loss(model, batch), batches)

@@ -1,0 +1,150 @@
+"""What a checkpoint directory holds, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid.config.errors import ConfigError
+from hybrid.config.model import LlamaConfig, num_parameters
+from hybrid.config.parallel import stage_ranges
+from hybrid.convert.checksum import Checksum, checksum, file_checksum
+from hybrid.convert.common import dtype_name, tied_head_problems, vocabulary_problems
+from hybrid.convert.files import COMPANIONS
+from hybrid.convert.manifest import SHARDED, FileRecord, Manifest
+from hybrid.convert.names import EMBEDDING, HEAD, is_state_key, owned_segments
+from hybrid.convert.sharded import rank_file
+from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
+from hybrid.convert.store import TensorFile
+from hybrid.convert.tensorfile import read_header
+
+
+@dataclass
+class Report:
+    """Lines for people, and what is wrong, each with its remedy."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return "\n".join([*self.lines, "", "nothing is wrong with it"])
+        faults = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        return "\n".join([*self.lines, "", "what is wrong with it:", *faults])
+
+
+def inspect_checkpoint(source: str, *, checksums: bool = False) -> Report:
+    """Describe a directory of any format; faults are reported, not raised.
+
+    Args:
+        checksums: read every byte of a directory with a manifest, and compare.
+    """
+    report = Report([f"checkpoint  {source}"])
+    try:
+        checkpoint = open_checkpoint(source)
+    except ConfigError as error:
+        report.problems += error.violations
+        return report
+    report.lines.append(f"format      {checkpoint.kind}")
+    if checkpoint.manifest is not None:
+        report.lines.append(f"layout      {checkpoint.manifest.layout}")
+    try:
+        config = checkpoint.config()
+    except ConfigError as error:
+        report.problems += error.violations
+    else:
+        report.lines += _model(config, checkpoint.manifest)
+        problems, ignored = weight_problems(checkpoint.store, config)
+        if not problems and config.tie_word_embeddings and HEAD in checkpoint.store:
+            problems += tied_head_problems(checkpoint.store)
+        report.problems += [*problems, *vocabulary_problems(checkpoint.path, config)]
+        if ignored:
+            report.lines.append(f"ignored     {len(ignored)} tensors the model does not need, as {ignored[0]}")
+    report.lines += _contents(checkpoint)
+    if checkpoint.manifest is not None:
+        if checkpoint.manifest.format == SHARDED and not report.problems:
+            report.lines += ["", *_ranks(config, checkpoint.manifest)]
+        if checksums:
+            report.problems += checksum_problems(checkpoint.path, checkpoint.manifest)
+    return report
+
+
+def _model(config: LlamaConfig, manifest: Manifest | None) -> list[str]:
+    heads = f"{config.num_attention_heads} heads, {config.num_key_value_heads} key/value heads of {config.head_dim}"
+    extras = [
+        "tied embeddings" if config.tie_word_embeddings else "",
+        "attention biases" if config.attention_bias else "",
+        "MLP biases" if config.mlp_bias else "",
+    ]
+    padded = f", padded to {manifest.padded_vocab_size:,} in the ranks" if manifest is not None else ""
+    return [
+        f"model       {num_parameters(config):,} parameters: {config.num_hidden_layers} layers, hidden "
+        f"{config.hidden_size}, MLP {config.intermediate_size}, {heads}",
+        f"            RoPE {config.rope.rope_type}, theta {config.rope.rope_theta:g}; norm eps {config.rms_norm_eps:g}"
+        + "".join(f"; {extra}" for extra in extras if extra),
+        f"vocabulary  {config.vocab_size:,}{padded}",
+    ]
+
+
+def _contents(checkpoint: Checkpoint) -> list[str]:
+    tensors = checkpoint.store.tensors
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        if not is_state_key(name):
+            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    states = [name for name in tensors if is_state_key(name)]
+    dtypes = ", ".join(f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in sizes.most_common())
+    lines = [f"weights     {len(tensors) - len(states)} tensors: {dtypes}"]
+    if states:
+        total = sum(tensors[name].nbytes for name in states)
+        lines.append(f"optimizer   {len(states)} tensors: {total / 1e6:,.1f} MB")
+    beside = [name for name in COMPANIONS if (checkpoint.path / name).exists()]
+    return [*lines, f"beside it   {', '.join(beside) or 'nothing'}"]
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _ranks(config: LlamaConfig, manifest: Manifest) -> Iterator[str]:
+    """A line for each rank's file."""
+    layout = manifest.layout
+    tp, stages = layout.tensor_model_parallel_size, stage_ranges(layout.layers_per_stage)
+    yield f"{'file':32} {'layers':>9} {'vocabulary':>15} {'tensors':>8} {'MB':>12}"
+    for pp_rank, tp_rank, segments in owned_segments(config, tp, layout.layers_per_stage):
+        record = manifest.files[rank_file(pp_rank, tp_rank)]
+        rows = [s.shard for s in segments if s.hf_name in (EMBEDDING, HEAD)]
+        vocabulary = _span(rows[0].start, rows[0].stop) if rows else "-"
+        layers = _span(stages[pp_rank].start, stages[pp_rank].stop)
+        name = rank_file(pp_rank, tp_rank)
+        yield f"{name:32} {layers:>9} {vocabulary:>15} {len(record.tensors):>8} {record.size / 1e6:>12,.1f}"
+
+
+def checksum_problems(directory: Path, manifest: Manifest) -> list[str]:
+    """Files and tensors whose bytes are not those that were written."""
+    problems: list[str] = []
+    for name, record in manifest.files.items():
+        try:
+            problems += _changed(directory / name, name, record)
+        except ConfigError as error:
+            problems += error.violations
+    return problems
+
+
+def _changed(path: Path, name: str, record: FileRecord) -> Iterator[str]:
+    if not record.tensors:
+        if file_checksum(path) != record.checksum:
+            yield f"{name} was changed: its checksum is not the manifest's; copy it again"
+        return
+    header, file = read_header(path), TensorFile(path)
+    if checksum(header.raw) != record.checksum:
+        yield f"the header of {name} was changed: its checksum is not the manifest's; copy it again"
+    for tensor, expected in record.tensors.items():
+        entry = header.entries.get(tensor)
+        digest = Checksum()
+        if entry is not None:
+            digest.update(file.mapped()[entry.position : entry.position + entry.nbytes])
+        if digest.hexdigest() != expected:
+            yield f"{tensor} in {name} was changed: its checksum is not the manifest's; copy the file again"

@@ -1,0 +1,73 @@
+"""Weights from a checkpoint of any kind into the layers of a running model, each rank reading what it holds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybrid.config.model import LlamaConfig
+from hybrid.convert.errors import CheckpointError, listed
+from hybrid.convert.names import EMBEDDING, HEAD
+from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
+from hybrid.tensor_parallel.params import Segment, named_segments
+
+_LOGGER = logging.getLogger(__name__)
+
+_NOT_COMPUTED_WITH = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Fields that change nothing about what the weights compute."""
+
+
+@torch.no_grad()
+def load_weights(module: torch.nn.Module, config: LlamaConfig, source: str | Path) -> None:
+    """Fill the module's parameters; no collective call, and every rank comes to the same errors.
+
+    Only the headers of the files are read, and of their tensors the slices that the module's parameters hold. Weights
+    take the parameters' dtype; vocabulary padding is left as it is.
+
+    Args:
+        source: a folder in any format of `open_checkpoint`, or the name of a repository of the Hugging Face hub.
+
+    Raises:
+        ConfigError: the checkpoint is not one of this model; lists every name and shape that is wrong.
+    """
+    checkpoint = open_checkpoint(source)
+    problems, ignored = weight_problems(checkpoint.store, config)
+    if problems:
+        raise CheckpointError(problems, f"{source}, for the model of this run")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _tell(checkpoint, config, ignored)
+    tied_copy = config.tie_word_embeddings and HEAD in checkpoint.store
+    for param, segment in named_segments(module):
+        if segment.shard.length:
+            values = checkpoint.store.read(segment.hf_name, segment.source)
+            if tied_copy and segment.hf_name == EMBEDDING:
+                _check_tied(checkpoint, segment, values)
+            param[segment.local].copy_(values)
+
+
+def _check_tied(checkpoint: Checkpoint, segment: Segment, embedding: torch.Tensor) -> None:
+    if not torch.equal(checkpoint.store.read(HEAD, segment.source), embedding):
+        raise CheckpointError(
+            [
+                f"the model ties its head to the embedding, but {HEAD} is not {EMBEDDING}: "
+                "set tie_word_embeddings to false"
+            ],
+            str(checkpoint.path),
+        )
+
+
+def _tell(checkpoint: Checkpoint, config: LlamaConfig, ignored: list[str]) -> None:
+    """Say what is ignored, and where the run's model is not the one the weights were made with."""
+    if ignored:
+        _LOGGER.info("%s: ignored %s", checkpoint.path, listed(ignored))
+    if not (checkpoint.path / "config.json").exists():
+        return
+    theirs, ours = checkpoint.config().model_dump(), config.model_dump()
+    for field in sorted(ours.keys() - _NOT_COMPUTED_WITH):
+        if theirs[field] != ours[field]:
+            _LOGGER.warning(
+                "%s was made with %s %s, this run computes with %s", checkpoint.path, field, theirs[field], ours[field]
+            )
