@@ -19,7 +19,7 @@ def test_the_resolved_configuration_comes_first() -> None:
     assert resolved == run.to_dict()
     assert "3,950,848 parameters in bf16" in text[end:]
     assert "4 ranks = pipeline 1 x data 2 x tensor 2 with sequence parallelism" in text[end:]
-    assert "16 samples = 4 per microbatch x 2 microbatches x data 2, 4,096 tokens a step" in text[end:]
+    assert "16 samples = 4 per microbatch x 2 microbatches x data 2, 2,048 tokens a step" in text[end:]
 
 
 def test_the_map_of_two_stages() -> None:
