@@ -53,7 +53,7 @@ def test_the_default_run() -> None:
     run = load_config("z2_tp2")
     assert (run.parallel.world_size, run.zero_stage, run.parallel.sequence_parallel) == (2, 2, True)
     assert (run.hybrid.training.train_steps, run.tokens_per_step, run.gradient_clipping) == (100, 2048, 1.0)
-    assert (run.hybrid.training.eval_every, run.optimizer_params["lr"]) == (20, 3e-3)
+    assert (run.hybrid.training.eval_every, run.optimizer_params["lr"]) == (25, 3e-3)
     assert (run.hybrid.model, run.hybrid.data.source) == ("demo", "demo")
 
 
