@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,18 +31,19 @@ class MasterWeights:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
         self._masters = [nn.Parameter(param.detach().float()) for param in self._params]
-        for master in self._masters:
-            master.grad = torch.zeros_like(master)
-        self._grads = [master.grad for master in self._masters if master.grad is not None]
+        self._grads = [torch.zeros_like(master) for master in self._masters]
+        for master, grad in zip(self._masters, self._grads, strict=True):
+            master.grad = grad
         decay = [m for m in self._masters if m.dim() > 1]
         plain = [m for m in self._masters if m.dim() <= 1]
-        groups = [{"params": decay}, {"params": plain, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decay}, {"params": plain, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, fused=True, **OPTIMIZER)
 
     @torch.no_grad()
     def step(self) -> None:
         """Clip, update the masters, round them into the parameters, and drop the gradients."""
-        torch._foreach_copy_(self._grads, [param.grad for param in self._params])
+        made = [param.grad for param in self._params if param.grad is not None]
+        torch._foreach_copy_(self._grads, made)
         nn.utils.clip_grad_norm_(self._masters, CLIPPING, foreach=True)
         self._optimizer.step()
         torch._foreach_copy_([param.detach() for param in self._params], [m.detach() for m in self._masters])
@@ -69,7 +71,7 @@ class BareLlama(nn.Module):
         tp = TensorParallel.single()
         self.config, self.tp = config, tp
         vocab = (config.vocab_size, config.hidden_size)
-        common = {"tp": tp, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+        common: dict[str, Any] = {"tp": tp, "dtype": torch.bfloat16, "device": torch.device("cpu")}
         self.embedding = VocabParallelEmbedding(*vocab, name="model.embed_tokens", **common)
         self.blocks = nn.ModuleList(TransformerBlock(config, i, **common) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, name="model.norm", **common)
@@ -101,9 +103,9 @@ def hugging_face_model(workload: Workload) -> nn.Module:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = HFConfig(**workload.config.to_hf("bf16"), attn_implementation="sdpa", use_cache=False)
-    model: nn.Module = LlamaForCausalLM(config).to(torch.bfloat16)
-    return model
+    options: dict[str, Any] = {**workload.config.to_hf("bf16"), "use_cache": False, "attn_implementation": "sdpa"}
+    model: nn.Module = LlamaForCausalLM(HFConfig(**options))
+    return model.to(torch.bfloat16)
 
 
 def hugging_face_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

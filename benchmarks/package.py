@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -59,10 +57,13 @@ def build_engine(
         gradient_clipping=CLIPPING,
         wire_dtype=wire,
     )
-    factory = optimizer_factory("AdamW", OPTIMIZER)
-    constant: Callable[[int], float] = lambda step: 1.0  # noqa: E731
     return HybridEngine(
-        module, grid, ds_config, settings, factory, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, constant)
+        module,
+        grid,
+        ds_config,
+        settings,
+        optimizer_factory("AdamW", OPTIMIZER),
+        lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0),
     )
 
 

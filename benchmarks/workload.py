@@ -47,7 +47,9 @@ class Workload:
             sizes = {key: model[key] // 2 for key in cut}
             return replace(self, model={**model, **sizes})
         if kind == "pipe":
-            return replace(self, model={**model, **{key: model[key] // 2 for key in ("num_hidden_layers", "vocab_size")}})
+            return replace(
+                self, model={**model, **{key: model[key] // 2 for key in ("num_hidden_layers", "vocab_size")}}
+            )
         return self
 
     def batches(self, count: int, seed: int) -> list[Batch]:

@@ -25,7 +25,7 @@ def together(call: Callable[[], T]) -> T:
         result = call()
     except Exception as failure:
         error = failure
-    messages = _everyone(None if error is None else str(error) or type(error).__name__)
+    messages = everyone(None if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
@@ -66,9 +66,10 @@ def from_rank_zero(value: T) -> T:
     return holder[0]
 
 
-def _everyone(message: str | None) -> list[str | None]:
+def everyone(value: T) -> list[T]:
+    """Every rank's `value`, by rank, on every rank. A collective call."""
     world_size = dist.get_world_size()
-    messages: list[str | None] = [message] * world_size
+    values = [value] * world_size
     if world_size > 1:
-        dist.all_gather_object(messages, message)
-    return messages
+        dist.all_gather_object(values, value)
+    return values

@@ -19,6 +19,7 @@ from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.policy import choose_policy
 from hybrid.optim.schedule import lr_factor
+from hybrid.pipeline.lora import add_adapters
 from hybrid.pipeline.module import LlamaPipeline
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:
-    """The engine of this rank, its weights drawn from the seed or read from `hybrid.init_from`; a collective call."""
+def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipeline:
+    """This rank's stage, its weights drawn from the seed or read from `hybrid.init_from`, adapters on them if the run
+    trains those; a collective call."""
     recompute = run.hybrid.recompute
     module = LlamaPipeline(
         run.model,
@@ -39,9 +41,17 @@ def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngi
         recompute=recompute.granularity,
         recompute_layers=recompute.num_layers,
     )
-    if run.hybrid.init_from is not None:
-        source = run.hybrid.init_from
-        together(lambda: load_weights(module, run.model, source))
+    source, resize_vocab = run.hybrid.init_from, run.hybrid.finetune.resize_vocab
+    if source is not None:
+        together(lambda: load_weights(module, run.model, source, resize_vocab=resize_vocab))
+    if run.hybrid.lora is not None:
+        add_adapters(module, run.hybrid.lora, grid, run.hybrid.training.seed)
+    return module
+
+
+def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:
+    """The engine of this rank, over the module of `build_module`; a collective call."""
+    module = build_module(run, grid, device)
     return HybridEngine(
         module,
         grid,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -207,3 +208,10 @@ def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.comm.init_distributed(backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
     return device
+
+
+def set_up_logging(rank: int) -> None:
+    """The run's own lines on rank 0, warnings on all; DeepSpeed tells every rank's internals at INFO."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hybrid").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

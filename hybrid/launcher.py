@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from hybrid.environment import free_port, gpu_is_present, started_by_srun
+from hybrid.signals import EXIT_STOPPED
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GRACE = 10.0
@@ -40,8 +41,8 @@ def spawn_ranks(ranks: int, argv: Sequence[str], grace: float = GRACE) -> int:
     """Run `argv` once per rank and watch until all have ended; the exit code to leave with.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on. When a rank fails the others are stopped, and its code (128 + signal
-    for one that was killed) is returned. The ranks die with this process, whatever ends it. Call it before anything
-    is set in the environment for one process (`prepare_process`): the ranks inherit it.
+    for one that was killed) is returned; EXIT_STOPPED is no failure. The ranks die with this process, whatever ends
+    it. Call it before anything is set in the environment for one process (`prepare_process`): the ranks inherit it.
     """
     print(f"no GPU on this machine: starting {ranks} ranks on its CPU cores", file=sys.stderr, flush=True)
     port = free_port()
@@ -107,7 +108,8 @@ def _forwarding(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 def _watch(children: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
     while True:
         codes = [child.poll() for child in children]
-        failed = [rank for rank, code in enumerate(codes) if code]
+        # One that was asked to end has saved with the others, which may have more to write: they end by themselves.
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, EXIT_STOPPED)]
         if failed:
             # A killed rank is the cause of the errors its peers get from the lost connection.
             cause = min(failed, key=lambda rank: ((codes[rank] or 0) > 0, rank))
@@ -118,7 +120,7 @@ def _watch(children: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
             _stop(children, grace)
             return 128 - code if code < 0 else code
         if None not in codes:
-            return 0
+            return max(code or 0 for code in codes)
         time.sleep(POLL)
 
 

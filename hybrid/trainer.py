@@ -5,43 +5,103 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only
+from hybrid.agreement import RemoteError, from_rank_zero, rank_zero_first, rank_zero_only
 from hybrid.build import build_engine
-from hybrid.checkpoint.export import export_hf
+from hybrid.checkpoint.checkpointer import Checkpointer
+from hybrid.checkpoint.compatible import check_compatible
+from hybrid.checkpoint.final import BestModel, export_trained
+from hybrid.checkpoint.progress import progress_of
+from hybrid.checkpoint.restore import find_checkpoint, restore
 from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, DataSpec, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
-from hybrid.environment import init_distributed
+from hybrid.environment import init_distributed, set_up_logging
 from hybrid.grid import Grid, build_grid
+from hybrid.limits import Limits
 from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.memory import peak_memory_bytes
 from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
 from hybrid.optim.state import memory_bytes
+from hybrid.signals import StopSignals
+from hybrid.watchdog import start_watchdog
 
 logger = logging.getLogger(__name__)
 
-METERED_STEP = 2
-"""The step whose traffic is counted: the first has start-up effects, a later one would delay the answer."""
+METERED_STEP = 1
+"""Steps before the one whose traffic is counted: the first has start-up effects, more would delay the answer."""
+
+_VERDICT_SECONDS = 2.0
+_LINGER_SECONDS = 60.0
+
+
+OpenData = Callable[[RunConfig], DataModule]
+
+
+def open_text_data(run: RunConfig) -> DataModule:
+    """The pretraining data that the configuration names."""
+    hybrid = run.hybrid
+    return build_data(
+        DataSpec(
+            source=hybrid.data.source,
+            tokenizer=hybrid.tokenizer,
+            seq_length=hybrid.data.seq_length,
+            vocab_size=run.model.vocab_size,
+            seed=hybrid.training.seed,
+            eval_fraction=hybrid.data.eval_fraction,
+            cache_dir=hybrid.data.cache_dir,
+            text_key=hybrid.data.text_key,
+            reset_attention=hybrid.data.reset_attention,
+        )
+    )
 
 
 class Trainer:
-    """One run on one rank of a running world; every rank makes one with the same configuration."""
+    """One run on one rank of a running world; every rank makes one with the same configuration.
 
-    def __init__(self, run: RunConfig, device: torch.device) -> None:
+    Args:
+        signals: tells whether this launch was asked to end.
+        open_data: opens the data; called on rank 0 first, which prepares what is not cached yet.
+        keep_best: write the model of the lowest evaluation loss as well.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        device: torch.device,
+        signals: StopSignals | None = None,
+        open_data: OpenData = open_text_data,
+        *,
+        keep_best: bool = False,
+    ) -> None:
+        self._limits = Limits(run.hybrid.training, signals)
         # Rank 0's is everybody's: a path with a time in it would differ from rank to rank.
         self.run = run = from_rank_zero(run)
         self.grid: Grid = build_grid(run.parallel, run.model.num_key_value_heads)
         self.output = Path(run.hybrid.training.output_dir)
+        found = find_checkpoint(run)
+        self.data = rank_zero_first(lambda: open_data(run))
+        if found is not None:
+            check_compatible(found[1], run, self.data.fingerprint, str(found[0]))
         rank_zero_only(self._make_output)
-        self.data = self._open_data()
-        self.engine = build_engine(run, self.grid, device)
-        self.step = 0
+        self.engine = build_engine(_without_init(run) if found else run, self.grid, device)
+        tokenizer = self.data.tokenizer
+        self.checkpointer = Checkpointer(run, self.grid, tokenizer.save if tokenizer else None)
+        self._samples_consumed = 0
+        if found is not None:
+            restore(self.engine, run, self.grid, *found)
+            self._samples_consumed = found[1].samples_consumed
+            if self.grid.rank == 0:
+                logger.info("going on from %s", found[0])
+        self.checkpointer.start_after(self.step)
+        self._first_step = self.step + 1
         self._device = device
         self._traffic: dict[str, dict[str, dict[str, int]]] = {}
         self._throughput = Throughput(
@@ -49,35 +109,33 @@ class Trainer:
             flops_per_token=flops_per_token(run.model, run.hybrid.data.seq_length),
             peak_flops=_peak_flops(device, run.precision),
         )
+        self._best = BestModel(self.output) if keep_best else None
         self._recorder = MetricsRecorder(
             self.output,
             rank=self.grid.rank,
             total_steps=run.hybrid.training.train_steps,
+            first_step=self._first_step,
             log_every=run.hybrid.training.log_every,
         )
+
+    @property
+    def step(self) -> int:
+        """Steps of the run so far, those before a resume included."""
+        return int(self.engine.global_steps)
 
     def _make_output(self) -> None:
         self.output.mkdir(parents=True, exist_ok=True)
         (self.output / "config.json").write_text(self.run.to_json())
 
-    def _open_data(self) -> DataModule:
-        """Rank 0 prepares what is not cached yet; the others then find it."""
-        hybrid = self.run.hybrid
-        spec = DataSpec(
-            source=hybrid.data.source,
-            tokenizer=hybrid.tokenizer,
-            seq_length=hybrid.data.seq_length,
-            vocab_size=self.run.model.vocab_size,
-            seed=hybrid.training.seed,
-            eval_fraction=hybrid.data.eval_fraction,
-            cache_dir=hybrid.data.cache_dir,
-            text_key=hybrid.data.text_key,
-            reset_attention=hybrid.data.reset_attention,
-        )
-        return rank_zero_first(lambda: build_data(spec))
+    def train(self) -> int:
+        """Run to `train_steps` or to the end of this launch, evaluating and saving on the way.
 
-    def train(self) -> None:
-        """Run to `train_steps`, evaluating and saving on the way, and write the model at the end."""
+        Returns:
+            The exit code: 0, or EXIT_STOPPED where the launch was asked to end before the run was complete.
+
+        Raises:
+            CheckpointError: checkpoints could not be written.
+        """
         settings = self.run.hybrid.training
         with BatchLoader(
             self.data.train,
@@ -85,29 +143,51 @@ class Trainer:
             gradient_accumulation_steps=self.run.gradient_accumulation_steps,
             dp_rank=self.grid.data_rank,
             dp_size=self.run.parallel.data_parallel_size,
-            samples_consumed=self.step * self.run.global_batch_size,
+            samples_consumed=self._samples_consumed,
         ) as batches:
-            while self.step < settings.train_steps:
+            ends = self.step >= settings.train_steps
+            if ends and self.grid.rank == 0:
+                logger.info("the run is complete: to go on, raise train_steps above %d", self.step)
+            while not ends:
                 self._train_step(batches)
-                last = self.step == settings.train_steps
-                if settings.eval_every and (last or self.step % settings.eval_every == 0):
+                complete = self.step == settings.train_steps
+                ends = complete or self._limits.reached
+                if settings.eval_every and (complete or self.step % settings.eval_every == 0):
                     self.evaluate()
-                if settings.save_every and not last and self.step % settings.save_every == 0:
-                    self.save(self.output / f"step-{self.step}")
-        self.save(self.output / "model")
+                if ends or (settings.save_every and self.step % settings.save_every == 0):
+                    self.save(batches.samples_consumed)
+        complete = self.step >= settings.train_steps
+        if complete:
+            self.export()
         self._summarize()
+        self.checkpointer.finish()
+        self._recorder.close()
+        if self.grid.rank == 0 and not complete:
+            logger.info("%s: the run is saved at step %d of %d", self._limits.reason, self.step, settings.train_steps)
+        return 0 if complete else self._limits.exit_code
+
+    def save(self, samples_consumed: int) -> None:
+        """Write a checkpoint from which the run can go on; a collective call."""
+        self.checkpointer.save(self.engine, progress_of(self.engine, self.run, samples_consumed, self.data.fingerprint))
+
+    def export(self) -> None:
+        """Write the model as a Hugging Face directory, unless an earlier launch has; a collective call."""
+        directory = self.output / "model"
+        if from_rank_zero(self.step < self._first_step and directory.exists()):
+            return
+        export_trained(self.engine, self.grid, self.run, self.data, directory)
 
     def _train_step(self, batches: BatchLoader) -> None:
         lr = self.engine.get_lr()[0]
         start = time.perf_counter()
-        if self.step + 1 == METERED_STEP:
+        self.engine.optimizer.raise_flags((self._limits.asked, self.checkpointer.failed))
+        if self.step + 1 == self._first_step + METERED_STEP:
             with TrafficMeter(self.grid) as meter:
                 self.engine.train_batch(batches)
             self._traffic = summarize(meter.calls)
         else:
             self.engine.train_batch(batches)
         elapsed = time.perf_counter() - start
-        self.step += 1
         result = self.engine.optimizer.result
         assert result is not None
         if result.skipped and self.grid.rank == 0:
@@ -124,6 +204,10 @@ class Trainer:
                 skipped=result.skipped,
             )
         )
+        stop, save_failed = result.flags
+        self._limits.count_step(asked=stop)
+        if save_failed:
+            self.checkpointer.report()
 
     def _summarize(self) -> None:
         """RUN/summary.json: the bytes rank 0 held and moved, as measured."""
@@ -146,25 +230,46 @@ class Trainer:
         self._recorder.record_evaluation(step=self.step, eval_loss=loss, eval_tokens=tokens)
         if self.engine.monitor.enabled and self.grid.rank == 0:
             self.engine.monitor.write_events([("Train/Samples/eval_loss", loss, self.engine.global_samples)])
+        if self._best is not None and self._best.improves(loss):
+            export_trained(self.engine, self.grid, self.run, self.data, self._best.directory, best=True)
+            self._best.record(self.step, loss)
         return loss
-
-    def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face directory; a collective call."""
-        self.engine.optimizer.wait_parameters()
-        tokenizer = self.data.tokenizer
-        export_hf(self.engine.module, self.grid, self.run.model, directory, tokenizer.save if tokenizer else None)
-        if self.grid.rank == 0:
-            logger.info("saved %s", directory)
 
 
 def _peak_flops(device: torch.device, precision: Precision) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
 
 
-def run_training(run: RunConfig) -> None:
-    """Start the process group, train, and end it; what the launch scripts call."""
-    # DeepSpeed tells every rank's internals at INFO; the run's own lines say what a user needs.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    device = init_distributed()
-    Trainer(run, device).train()
+def _without_init(run: RunConfig) -> RunConfig:
+    return replace(run, hybrid=run.hybrid.model_copy(update={"init_from": None}))
+
+
+def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_best: bool = False) -> int:
+    """Start the process group, train, and end it; what the launch scripts call.
+
+    Args:
+        open_data, keep_best: as `Trainer`.
+
+    Returns:
+        The exit code, as `Trainer.train`.
+    """
+    with StopSignals() as signals:
+        device = init_distributed()
+        set_up_logging(dist.get_rank())
+        watchdog = start_watchdog()
+        trainer = None
+        try:
+            trainer = Trainer(run, device, signals, open_data, keep_best=keep_best)
+            code = trainer.train()
+        except Exception as error:
+            # A peer that died is seen as a lost connection somewhere; the watchdog knows whose.
+            lost = isinstance(error, RuntimeError) and not isinstance(error, RemoteError)
+            if watchdog is not None and lost and (verdict := watchdog.verdict(_VERDICT_SECONDS)):
+                error.add_note(verdict)
+            elif trainer is not None:
+                trainer.checkpointer.linger(_LINGER_SECONDS)
+            raise
+        if watchdog is not None:
+            watchdog.close()
     dist.destroy_process_group()
+    return code

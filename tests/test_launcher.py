@@ -94,6 +94,13 @@ def test_a_failing_rank_stops_the_others_and_its_code_is_returned(run: Run) -> N
     assert time.monotonic() - start < 10
 
 
+def test_a_rank_that_ends_as_asked_leaves_the_others_their_time(run: Run) -> None:
+    process = run("rank and sys.exit(75); time.sleep(1); say('all written'); sys.exit(75)")
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert "all written" in out and "stopping" not in err
+
+
 def test_a_killed_rank_is_named_and_stubborn_ones_are_killed(run: Run) -> None:
     process = run(
         """

@@ -139,6 +139,24 @@ def test_layouts_and_launches_agree_on_the_loss(tmp_path):
     assert seen["tp"] == pytest.approx(seen["one"], rel=1e-5) and seen["pp"] == pytest.approx(seen["one"], rel=1e-5)
 
 
+def test_fp16_with_a_monitor_and_deepspeeds_schedule(tmp_path):
+    """What only the configuration file switches on, on a CPU for which DeepSpeed itself refuses fp16."""
+    extra = {
+        "fp16": {"enabled": True},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2}},
+        "hybrid.training.lr_schedule": None,
+    }
+    words = [word for path, value in extra.items() for word in ("--set", f"{path}={json.dumps(value)}")]
+    code, output = start("python", "launch/pretrain.py", "--ds_config", "z2_tp2", *short(tmp_path / "run", *words))
+    assert code == 0, output
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["skipped"] for line in lines] == [False, False] and all(line["loss"] < 8 for line in lines)
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "float16"
+    logged = (tmp_path / "csv" / "Train_Samples_train_loss.csv").read_text().split()[1:]
+    assert [float(row.split(",")[1]) for row in logged] == pytest.approx([line["loss"] for line in lines], rel=1e-5)
+
+
 def test_wrong_settings_are_refused_before_any_work(tmp_path):
     began = time.monotonic()
     code, output = start(

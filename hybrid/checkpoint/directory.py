@@ -1,8 +1,8 @@
 """The checkpoints of a run on disk: complete ones, the pointer to the latest, what is kept, what a killed run left.
 
-    checkpoints/latest                    one line, the name of the newest complete checkpoint
-    checkpoints/step-00000020/            complete: its manifest was written last, then it got this name
-    checkpoints/.step-00000030.writing/   being written, or left behind by a run that was killed
+checkpoints/latest                    one line, the name of the newest complete checkpoint
+checkpoints/step-00000020/            complete: its manifest was written last, then it got this name
+checkpoints/.step-00000030.writing/   being written, or left behind by a run that was killed
 """
 
 from __future__ import annotations

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
+from hybrid.agreement import together
 from hybrid.config.model import LlamaConfig
+from hybrid.convert.common import dtype_name
+from hybrid.convert.files import staged, write_json
+from hybrid.convert.hf import MAX_SHARD_BYTES, plan_shards, tensor_bytes, write_index
 from hybrid.convert.names import hf_shapes
+from hybrid.convert.store import raw_array
+from hybrid.convert.writer import TensorFileWriter
 from hybrid.grid import Grid
 from hybrid.tensor_parallel.params import Segment, named_segments
 
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest safetensors file, as transformers writes them."""
-
 SaveTokenizer = Callable[[Path], object]
 """Writes the tokenizer's files into a folder."""
+
+
+Values = Callable[[torch.nn.Parameter, Segment], torch.Tensor]
+"""This rank's slice of a segment as it is to be written, in the parameter's dtype."""
+
+
+def stored_values(param: torch.nn.Parameter, segment: Segment) -> torch.Tensor:
+    """The slice as it is."""
+    return param.detach()[segment.local]
 
 
 @dataclass(frozen=True)
@@ -34,35 +42,73 @@ class _Part:
 
 
 def export_hf(
-    module: torch.nn.Module, grid: Grid, config: LlamaConfig, directory: Path, save_tokenizer: SaveTokenizer | None = None
+    module: torch.nn.Module,
+    grid: Grid,
+    config: LlamaConfig,
+    directory: Path,
+    save_tokenizer: SaveTokenizer | None = None,
+    values: Values = stored_values,
 ) -> None:
     """Write `directory` with config, safetensors and tokenizer; a collective call, the weights at rest.
 
-    Rank 0 receives one tensor after the other and writes a file whenever it holds `MAX_SHARD_BYTES`: no rank ever holds
-    the whole of a large model. The directory is written beside its place and renamed when it is complete.
+    Rank 0 receives one tensor after the other and writes it: no rank ever holds the whole of a model. The directory
+    is written beside its place and put there when it is complete, instead of what was there before.
+
+    Raises:
+        CheckpointError: the disk is full, or the directory cannot be written; RemoteError on the other ranks.
     """
-    parts = _gather_parts(module, grid)
-    local = {segment.hf_name: param.detach()[segment.local] for param, segment in named_segments(module)}
-    tensors = _collect(parts, local, hf_shapes(config), grid)
-    if grid.rank != 0:
-        for _ in tensors:
-            pass
-    else:
-        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        staging = directory.with_name(f".{directory.name}.writing")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        _write_shards(staging, tensors)
-        _write_json(staging / "config.json", config.to_hf(dtype))
-        generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-        _write_json(staging / "generation_config.json", generation)
-        if save_tokenizer is not None:
-            save_tokenizer(staging)
-        if directory.exists():
-            shutil.rmtree(directory)
-        staging.rename(directory)
-    if grid.world_size > 1:
-        dist.barrier()
+    shapes, dtype = hf_shapes(config), next(module.parameters()).dtype
+    tensors = collected(module, grid, shapes, values)
+
+    def write() -> None:
+        try:
+            if grid.rank == 0:
+                sizes = tensor_bytes(shapes, dict.fromkeys(shapes, dtype))
+                with staged(directory, overwrite=True, size=sum(sizes.values())) as staging:
+                    _write_weights(staging, tensors, shapes, sizes, dtype)
+                    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+                    write_json(staging / "generation_config.json", generation)
+                    if save_tokenizer is not None:
+                        save_tokenizer(staging)
+                    write_json(staging / "config.json", config.to_hf(dtype_name(dtype)))
+        finally:
+            # Whatever happened here, the other ranks wait until their slices are taken.
+            for _ in tensors:
+                pass
+
+    together(write)
+
+
+def _write_weights(
+    directory: Path,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+) -> None:
+    """Write the tensors, which come in the order of `shapes`."""
+    shards = plan_shards(sizes, MAX_SHARD_BYTES)
+    for file, names in shards.items():
+        writer = TensorFileWriter(directory / file, [(name, dtype, shapes[name]) for name in names])
+        try:
+            for name in names:
+                key, tensor = next(tensors)
+                assert key == name, "tensors are collected in the model's order"
+                writer.write(name, [raw_array(tensor)])
+            writer.finish()
+        finally:
+            writer.close()
+    write_index(directory, shards, sum(sizes.values()))
+
+
+def collected(
+    module: torch.nn.Module, grid: Grid, shapes: Mapping[str, tuple[int, ...]], values: Values = stored_values
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for every name of `shapes`, whole on rank 0, where it is put together when its turn comes.
+
+    A collective call, and every rank has to go through the whole of the result.
+    """
+    return _collect(_gather_parts(module, grid), module, shapes, grid, values)
 
 
 def _gather_parts(module: torch.nn.Module, grid: Grid) -> dict[str, list[_Part]]:
@@ -84,18 +130,23 @@ def _gather_parts(module: torch.nn.Module, grid: Grid) -> dict[str, list[_Part]]
 
 
 def _collect(
-    parts: dict[str, list[_Part]], local: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], grid: Grid
+    parts: dict[str, list[_Part]],
+    module: torch.nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    grid: Grid,
+    values: Values,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor whole on rank 0; the other ranks send their slices and yield nothing of use."""
+    local = {segment.hf_name: (param, segment) for param, segment in named_segments(module)}
+    like = next(module.parameters())
     for name, shape in shapes.items():
         whole: torch.Tensor | None = None
         for part in parts[name]:
             if part.rank == grid.rank and grid.rank != 0:
-                dist.send(local[name].contiguous(), 0)
+                dist.send(values(*local[name]).contiguous(), 0)
             elif grid.rank == 0:
-                like = next(iter(local.values()))
                 if part.rank == 0:
-                    piece = local[name]
+                    piece = values(*local[name])
                 else:
                     piece = torch.empty(part.segment.local_shape, dtype=like.dtype, device=like.device)
                     dist.recv(piece, part.rank)
@@ -103,36 +154,3 @@ def _collect(
                     whole = torch.empty(shape, dtype=like.dtype)
                 whole[part.segment.source] = piece.cpu()
         yield name, whole if whole is not None else torch.empty(0)
-
-
-def _write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Files of at most `MAX_SHARD_BYTES`, with an index where there are several."""
-    files: list[tuple[Path, list[str]]] = []
-    held: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        path = directory / f"part-{len(files)}"
-        save_file(held, path, metadata={"format": "pt"})
-        files.append((path, list(held)))
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-        held[name] = tensor
-        total += tensor.nbytes
-    flush()
-    if len(files) == 1:
-        files[0][0].rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for number, (path, names) in enumerate(files, start=1):
-        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(directory / final)
-        weight_map.update({name: final for name in names})
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

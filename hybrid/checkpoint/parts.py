@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +87,10 @@ def saved_kinds(store: TensorStore) -> list[str]:
     return sorted(kinds - {MASTER})
 
 
-def check_states(store: TensorStore, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Look whether every weight and state is there and whole.
+def check_states(
+    store: TensorStore, trained: Mapping[str, tuple[int, ...]], frozen: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Look whether every weight is there and whole, and of those that are trained every state.
 
     Raises:
         CheckpointError: names what is missing or has another shape.
@@ -96,8 +98,9 @@ def check_states(store: TensorStore, shapes: dict[str, tuple[int, ...]]) -> None
     kinds = saved_kinds(store)
     masters = any(key.endswith(f".{MASTER}") for key in store.tensors if is_state_key(key))
     problems, missing = [], []
-    for name, shape in shapes.items():
-        for key in [name, *(state_key(name, kind) for kind in (*kinds, *([MASTER] if masters else [])))]:
+    states = [*kinds, *([MASTER] if masters else [])]
+    for name, shape in {**trained, **(frozen or {})}.items():
+        for key in [name, *(state_key(name, kind) for kind in states if name in trained)]:
             tensor = store.tensors.get(key)
             if tensor is None:
                 missing.append(key)
@@ -113,7 +116,7 @@ def check_states(store: TensorStore, shapes: dict[str, tuple[int, ...]]) -> None
 
 @torch.no_grad()
 def load_parts(optimizer: DistributedOptimizer, module: nn.Module, store: TensorStore, updates: int) -> None:
-    """Fill this rank's weights and states from a checkpoint of any layout; a collective call.
+    """Fill this rank's masters and states from a checkpoint of any layout.
 
     Args:
         updates: steps the inner optimizer had taken.
@@ -136,4 +139,3 @@ def load_parts(optimizer: DistributedOptimizer, module: nn.Module, store: Tensor
 
 def _copy(store: TensorStore, key: str, box: TensorBox, out: torch.Tensor) -> None:
     out.copy_(store.read(key, box.index).flatten())
-

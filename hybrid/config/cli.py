@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import load_config, shipped_configs
-from hybrid.config.overrides import FLAGS
+from hybrid.config.overrides import FINETUNE_FLAGS, FLAGS
 from hybrid.config.run import RunConfig
 
 _HELP = {
@@ -64,6 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
+_FINETUNE_HELP = {
+    "format": "messages, prompt_completion, alpaca or sharegpt; auto: by the first row",
+    "eval_data": "held-out rows; otherwise a share of the data (hybrid.data.eval_fraction)",
+    "chat_template": "none, chatml, llama2, llama3, mistral, zephyr or a file; otherwise the tokenizer's own",
+    "train_on": "all turns of the assistant, or the last",
+    "packing": "several samples in a row, none of which sees another",
+    "too_long": "samples of more than seq_length tokens: error, drop or truncate",
+    "resize_vocab": "give the model rows for tokens it has none for",
+}
+
+
+def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of fine-tuning data."""
+    for flag, path in FINETUNE_FLAGS.items():
+        help_text = f"{_FINETUNE_HELP[flag]} ({path})"
+        if flag == "packing":
+            parser.add_argument("--packing", action=argparse.BooleanOptionalAction, help=help_text)
+        elif flag == "resize_vocab":
+            parser.add_argument("--resize_vocab", action="store_true", default=None, help=help_text)
+        elif flag == "eval_data":
+            parser.add_argument("--eval_data", nargs="+", metavar="SOURCE", help=help_text)
+        else:
+            parser.add_argument(f"--{flag}", help=help_text)
+
+
 def run_config_from_args(args: argparse.Namespace, world_size: int | None) -> RunConfig:
     """The run that parsed arguments ask for.
 
@@ -79,7 +105,8 @@ def run_config_from_args(args: argparse.Namespace, world_size: int | None) -> Ru
         if args.world_size < 1:
             raise ConfigError([f"--world_size is {args.world_size}: it must be at least 1"])
         world_size = args.world_size
-    flags = {flag: getattr(args, flag) for flag in FLAGS}
-    if flags["data"] is not None and len(flags["data"]) == 1:
-        flags["data"] = flags["data"][0]
+    flags: dict[str, Any] = {flag: getattr(args, flag, None) for flag in (*FLAGS, *FINETUNE_FLAGS)}
+    for flag in ("data", "eval_data"):
+        if flags[flag] is not None and len(flags[flag]) == 1:
+            flags[flag] = flags[flag][0]
     return load_config(args.ds_config, args.overrides, flags, world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hybrid.config.deepspeed_keys import KEYS, REFUSED, SECTIONS
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from hybrid.config.run import RunConfig
 
 _PASSED_ON = (
-    "bf16",
-    "fp16",
     "tensorboard",
     "wandb",
     "csv_monitor",
@@ -35,6 +34,9 @@ _PASSED_ON = (
     "log_level",
 )
 """Sections and keys whose work DeepSpeed's engine does."""
+
+_OPTIONAL_PACKAGES = ("tensorboard", "wandb")
+"""Monitors whose sections are named like the package they need."""
 
 _OWN_SECTIONS = ("optimizer.params", "scheduler.params")
 
@@ -79,6 +81,12 @@ def deepspeed_problems(tree: Mapping[str, Any], pipeline_model_parallel_size: in
             f"zero_optimization.allgather_bucket_size {shown(gather_size)} differs from reduce_bucket_size "
             f"{shown(reduce_size)}: one set of buckets serves both collectives; remove it"
         )
+    for name in _OPTIONAL_PACKAGES:
+        if _enabled(tree, name) and find_spec(name) is None:
+            found.append(
+                f"{name}.enabled is true, but the package {name} is not installed: "
+                f"pip install {name}, or set it to false"
+            )
     if pipeline_model_parallel_size > 1:
         profilers = {"wall_clock_breakdown": bool(tree.get("wall_clock_breakdown"))}
         profilers["flops_profiler"] = _enabled(tree, "flops_profiler")
@@ -139,8 +147,9 @@ def scheduler_of(ds: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
 def deepspeed_config(run: RunConfig) -> dict[str, Any]:
     """The configuration DeepSpeed's engine is made with.
 
-    It sees stage 1 whatever the user's stage, since its pipeline engine asserts a stage below 2, and neither
-    optimizer nor scheduler: this package's optimizer shards, clips, scales and steps.
+    It sees stage 1 whatever the user's stage, since its pipeline engine asserts a stage below 2, and neither dtype (it
+    refuses fp16 on some CPUs) nor optimizer nor scheduler: the weights are made in the run's dtype, and this package's
+    optimizer shards, clips, scales and steps.
     """
     config: dict[str, Any] = {key: run.ds[key] for key in _PASSED_ON if key in run.ds}
     return {

@@ -15,9 +15,13 @@ class ConfigError(ValueError):
     def __init__(self, violations: Sequence[str], where: str = "the configuration") -> None:
         self.violations = tuple(violations)
         """One sentence each: the bad value, the rule, the remedy."""
+        self.where = where
         count = "1 problem" if len(self.violations) == 1 else f"{len(self.violations)} problems"
         lines = [f"  {number}. {violation}" for number, violation in enumerate(self.violations, start=1)]
         super().__init__("\n".join([f"{count} in {where}:", *lines]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
+        return type(self), (self.violations, self.where)
 
 
 def shown(value: object) -> str:
@@ -59,4 +63,6 @@ def unknown_key(path: str, known: Iterable[str]) -> str:
         return f"unknown key {path}: did you mean {suggestion}?"
     section = path.rpartition(".")[0]
     siblings = sorted(k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section)
+    if not siblings:
+        return f"unknown key {path}: there is no section {section}"
     return f"unknown key {path}: the keys here are {', '.join(siblings)}"

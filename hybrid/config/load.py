@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.config.errors import ConfigError, closest, shown
-from hybrid.config.overrides import FLAGS, apply_override, set_path
+from hybrid.config.overrides import FINETUNE_FLAGS, FLAGS, apply_override, set_path
 from hybrid.config.resolve import resolve_config
 from hybrid.config.run import RunConfig
 
@@ -78,7 +78,7 @@ def load_config(
     """Read a file, change it by flags and then by `PATH=JSON` overrides, and resolve it.
 
     Args:
-        flags: values of the named flags (`FLAGS`); None is a flag not given.
+        flags: values of the named flags (`FLAGS`, `FINETUNE_FLAGS`); None is a flag not given.
         world_size: ranks of the run; None, for a dry run, takes what the batch triple asks for, or one replica.
 
     Raises:
@@ -89,7 +89,7 @@ def load_config(
     problems: list[str] = []
     for name, value in (flags or {}).items():
         if value is not None:
-            tree = set_path(tree, FLAGS[name], value)
+            tree = set_path(tree, {**FLAGS, **FINETUNE_FLAGS}[name], value)
     for override in overrides:
         try:
             tree = apply_override(tree, override)

@@ -28,7 +28,7 @@ _DEFER = "defer_shape_checks"
 class LlamaConfig(BaseModel):
     """A LLaMA, under the names of transformers' LlamaConfig."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     vocab_size: Size
     """Rows of the embedding, without the padding that tensor parallelism adds."""

@@ -32,6 +32,17 @@ FLAGS: dict[str, str] = {
 }
 """The named flags, and the path each one sets."""
 
+FINETUNE_FLAGS: dict[str, str] = {
+    "format": "hybrid.finetune.format",
+    "eval_data": "hybrid.finetune.eval_data",
+    "chat_template": "hybrid.finetune.chat_template",
+    "train_on": "hybrid.finetune.train_on",
+    "packing": "hybrid.finetune.packing",
+    "too_long": "hybrid.finetune.too_long",
+    "resize_vocab": "hybrid.finetune.resize_vocab",
+}
+"""Those of fine-tuning and evaluation besides."""
+
 _OPEN_SECTIONS = (*REFUSED, "hybrid.model.rope_scaling", "hybrid.model.rope_parameters")
 """Sections of which any key may be set: what is wrong with it is said later, with the reason."""
 

@@ -77,7 +77,7 @@ def _read_hybrid(tree: Mapping[str, Any], problems: list[str]) -> HybridConfig:
             for detail in error.errors():
                 path = _path_in(section, detail["loc"])
                 unknown = detail["type"] == "extra_forbidden"
-                faults.setdefault(path, []).append("" if unknown else detail["msg"].removeprefix("Input should be "))
+                faults.setdefault(path, []).append("" if unknown else _rule(detail["type"], detail["msg"]))
             for path, rules in faults.items():
                 value = _remove(section, path)
                 dotted = ".".join(["hybrid", *path])
@@ -85,6 +85,13 @@ def _read_hybrid(tree: Mapping[str, Any], problems: list[str]) -> HybridConfig:
                     problems.append(unknown_key(dotted, hybrid_paths()))
                 else:
                     problems.append(f"{dotted} is {shown(value)}: it must be {' or '.join(dict.fromkeys(rules))}")
+
+
+def _rule(kind: str, message: str) -> str:
+    """A fault's rule in the words of JSON."""
+    if kind in ("model_type", "dict_type"):
+        return "an object"
+    return message.removeprefix("Input should be ").replace("valid list", "list").replace("valid string", "string")
 
 
 def _path_in(section: Mapping[str, Any], loc: tuple[int | str, ...]) -> tuple[str, ...]:

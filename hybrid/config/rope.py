@@ -43,7 +43,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 class RopeConfig(BaseModel):
     """How the rotation frequencies are computed; names and meanings as in transformers' `rope_parameters`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     rope_type: RopeType = "default"
     """`default` (Su et al. 2021), or a way to stretch it to longer sequences."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RecomputeConfig(_Section):
@@ -60,7 +60,7 @@ class TrainingConfig(_Section):
     """Optimizer steps of the whole run, those before a resume included. Default 100."""
     seed: int = Field(default=1234, ge=0)
     """Seeds weights, sample order and dropout. Default 1234."""
-    output_dir: str = "output"
+    output_dir: str = Field(default="output", min_length=1)
     """Folder for metrics, checkpoints and the final model. Default output."""
     lr_schedule: LrScheduleConfig | None = LrScheduleConfig()
     """Learning-rate schedule; null where DeepSpeed's `scheduler` section is used instead. Default cosine."""
@@ -105,6 +105,44 @@ class CheckpointConfig(_Section):
     """Checkpoints in a row that may fail to be written, for a full disk say, before the run stops. Default 3."""
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(_Section):
+    """Low-rank adapters on frozen weights (Hu et al. 2021): W x + alpha / r B A x, with A and B trained only."""
+
+    r: int = Field(default=8, ge=1)
+    """Rank: rows of A, columns of B. Default 8."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's output is scaled by alpha / r. Default 16."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which an element of the adapter's input is dropped in training. Default 0."""
+    targets: list[LoraTarget] = Field(default_factory=lambda: list(get_args(LoraTarget)), min_length=1)
+    """Projections that get an adapter, in every layer. Default: all seven."""
+
+
+class FinetuneConfig(_Section):
+    """How conversations become samples; read by launch/finetune.py only."""
+
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
+    """Shape of a row; auto: by the keys of the first one. Default auto."""
+    eval_data: str | list[str] | None = None
+    """Held-out rows. Default: `hybrid.data.eval_fraction` of the data."""
+    chat_template: str | None = None
+    """`none` (prompt and answer as they are); chatml, llama2, llama3, mistral or zephyr; or a file. Default: the
+    tokenizer's own."""
+    train_on: Literal["all", "last"] = "all"
+    """Which of the assistant's turns are learnt. Default all."""
+    packing: bool = True
+    """Several samples in a row, none of which sees another; otherwise one, padded. Default true."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to samples of more than seq_length tokens. Default error."""
+    resize_vocab: bool = False
+    """Give the model rows for tokens of the tokenizer it has none for: the mean of its rows. Default false."""
+    keep_best: bool = True
+    """Keep the model of the lowest validation loss in output_dir/best. Default true."""
+
+
 class HybridOptimizerConfig(_Section):
     """How the distributed optimizer communicates; what it computes is DeepSpeed's `optimizer` section."""
 
@@ -115,6 +153,16 @@ class HybridOptimizerConfig(_Section):
     """GiB of a device that weights, gradients and optimizer states may take, for `auto`. Default: not known."""
     overlap: bool = True
     """Communicate while computing. `zero_optimization.overlap_comm` means the same. Default true."""
+
+
+class ProfileConfig(_Section):
+    """What is watched more closely than every step allows."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = []
+    """Steps with a torch.profiler trace and a recorded pipeline timeline on every rank, for Perfetto and the run
+    report: output_dir/profile and output_dir/timeline. Default none."""
+    straggler_every: int = Field(default=100, ge=0)
+    """Steps between lines that name the slowest rank and its stage; 0 for none. Default 100."""
 
 
 class HybridConfig(_Section):
@@ -144,6 +192,12 @@ class HybridConfig(_Section):
     """Communication of the optimizer."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights. Default: train the weights."""
+    finetune: FinetuneConfig = FinetuneConfig()
+    """Fine-tuning data."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles, timelines and slow ranks."""
 
     @field_validator("recompute", mode="before")
     @classmethod

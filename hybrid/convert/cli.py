@@ -44,7 +44,10 @@ def _source(parser: argparse.ArgumentParser) -> None:
 
 
 def _split(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 12,10,10") from None
 
 
 def build_parser() -> argparse.ArgumentParser:

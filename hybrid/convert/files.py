@@ -132,5 +132,8 @@ def highest_token_id(directory: Path) -> int | None:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError([f"it cannot be read as JSON: {error}"], str(path)) from None
     return content if isinstance(content, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,16 +10,18 @@ from pathlib import Path
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.model import LlamaConfig, num_parameters
-from hybrid.config.parallel import stage_ranges
 from hybrid.convert.checksum import Checksum, checksum, file_checksum
 from hybrid.convert.common import dtype_name, tied_head_problems, vocabulary_problems
 from hybrid.convert.files import COMPANIONS
 from hybrid.convert.manifest import SHARDED, FileRecord, Manifest
-from hybrid.convert.names import EMBEDDING, HEAD, is_state_key, owned_segments
-from hybrid.convert.sharded import rank_file
+from hybrid.convert.names import EMBEDDING, FINAL_NORM, HEAD, is_state_key
 from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
 from hybrid.convert.store import TensorFile
 from hybrid.convert.tensorfile import read_header
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+_ENDS = {EMBEDDING: "embedding", FINAL_NORM: "final norm", HEAD: "head"}
 
 
 @dataclass
@@ -64,8 +67,8 @@ def inspect_checkpoint(source: str, *, checksums: bool = False) -> Report:
             report.lines.append(f"ignored     {len(ignored)} tensors the model does not need, as {ignored[0]}")
     report.lines += _contents(checkpoint)
     if checkpoint.manifest is not None:
-        if checkpoint.manifest.format == SHARDED and not report.problems:
-            report.lines += ["", *_ranks(config, checkpoint.manifest)]
+        if checkpoint.manifest.format == SHARDED:
+            report.lines += ["", *_files(checkpoint.manifest)]
         if checksums:
             report.problems += checksum_problems(checkpoint.path, checkpoint.manifest)
     return report
@@ -108,18 +111,16 @@ def _span(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def _ranks(config: LlamaConfig, manifest: Manifest) -> Iterator[str]:
-    """A line for each rank's file."""
-    layout = manifest.layout
-    tp, stages = layout.tensor_model_parallel_size, stage_ranges(layout.layers_per_stage)
-    yield f"{'file':32} {'layers':>9} {'vocabulary':>15} {'tensors':>8} {'MB':>12}"
-    for pp_rank, tp_rank, segments in owned_segments(config, tp, layout.layers_per_stage):
-        record = manifest.files[rank_file(pp_rank, tp_rank)]
-        rows = [s.shard for s in segments if s.hf_name in (EMBEDDING, HEAD)]
-        vocabulary = _span(rows[0].start, rows[0].stop) if rows else "-"
-        layers = _span(stages[pp_rank].start, stages[pp_rank].stop)
-        name = rank_file(pp_rank, tp_rank)
-        yield f"{name:32} {layers:>9} {vocabulary:>15} {len(record.tensors):>8} {record.size / 1e6:>12,.1f}"
+def _files(manifest: Manifest) -> Iterator[str]:
+    """A line for each file of tensors: its decoder layers, what else it holds, and its size."""
+    yield f"{'file':36} {'layers':>9} {'tensors':>8} {'MB':>12}  also"
+    for name, record in manifest.files.items():
+        if record.tensors:
+            layers = {int(found[1]) for key in record.tensors if (found := _LAYER.search(key))}
+            span = _span(min(layers), max(layers) + 1) if layers else "-"
+            also = [label for key, label in _ENDS.items() if any(key in tensor for tensor in record.tensors)]
+            size = f"{record.size / 1e6:,.1f}"
+            yield f"{name:36} {span:>9} {len(record.tensors):>8} {size:>12}  {', '.join(also)}".rstrip()
 
 
 def checksum_problems(directory: Path, manifest: Manifest) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hybrid.config.model import LlamaConfig
 from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.names import EMBEDDING, HEAD
+from hybrid.convert.resize import with_more_tokens
 from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
 from hybrid.tensor_parallel.params import Segment, named_segments
 
@@ -21,7 +23,9 @@ _NOT_COMPUTED_WITH = {"initializer_range", "max_position_embeddings", "bos_token
 
 
 @torch.no_grad()
-def load_weights(module: torch.nn.Module, config: LlamaConfig, source: str | Path) -> None:
+def load_weights(
+    module: torch.nn.Module, config: LlamaConfig, source: str | Path, *, resize_vocab: bool = False
+) -> None:
     """Fill the module's parameters; no collective call, and every rank comes to the same errors.
 
     Only the headers of the files are read, and of their tensors the slices that the module's parameters hold. Weights
@@ -29,11 +33,14 @@ def load_weights(module: torch.nn.Module, config: LlamaConfig, source: str | Pat
 
     Args:
         source: a folder in any format of `open_checkpoint`, or the name of a repository of the Hugging Face hub.
+        resize_vocab: take a checkpoint with fewer tokens than the model; the new rows are the mean of the old.
 
     Raises:
         ConfigError: the checkpoint is not one of this model; lists every name and shape that is wrong.
     """
     checkpoint = open_checkpoint(source)
+    if resize_vocab:
+        checkpoint = replace(checkpoint, store=with_more_tokens(checkpoint.store, config.vocab_size))
     problems, ignored = weight_problems(checkpoint.store, config)
     if problems:
         raise CheckpointError(problems, f"{source}, for the model of this run")

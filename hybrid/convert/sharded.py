@@ -34,13 +34,10 @@ def plan_layout(config: LlamaConfig, tp: int, pp: int, split: Sequence[int] | No
     Raises:
         CheckpointError: the model cannot be cut so; lists every reason, with the sizes that are possible.
     """
-    wanted = HybridConfig.model_validate(
-        {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "pipeline_split": None if split is None else list(split),
-        }
-    )
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    if too_small := [f"{key} is {size}: it must be at least 1" for key, size in sizes.items() if size < 1]:
+        raise CheckpointError(too_small, "the layout")
+    wanted = HybridConfig.model_validate({**sizes, "pipeline_split": None if split is None else list(split)})
     if problems := [*tensor_problems(wanted, config), *pipeline_problems(wanted, config)]:
         raise CheckpointError(problems, "the layout")
     stages = tuple(split) if split is not None else balanced_split(config, pp, _SPLIT_SEQUENCE)

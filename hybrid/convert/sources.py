@@ -25,6 +25,8 @@ OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 HUGGING_FACE, PICKLED = "Hugging Face safetensors", "Hugging Face pytorch_model.bin"
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _HARMLESS = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 """Tables that old versions of transformers saved; they follow from the configuration."""
 
@@ -229,6 +231,6 @@ def weight_problems(store: TensorStore, config: LlamaConfig) -> tuple[list[str],
             problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {list(wanted[name])}")
         elif fault := tensor.problem():
             problems.append(f"{name}: {fault}")
-        elif not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
-            problems.append(f"{name} is {tensor.dtype}: quantised weights are not supported, use the original ones")
+        elif tensor.dtype not in _DTYPES:
+            problems.append(f"{name} is {tensor.dtype}: only float32, bfloat16 and float16 weights are supported")
     return problems, ignored

@@ -86,8 +86,14 @@ class TensorFile:
     def _descriptor(self) -> int:
         with self._lock:
             if self._fd is None:
-                self._fd = os.open(self.path, os.O_RDONLY)
+                try:
+                    self._fd = os.open(self.path, os.O_RDONLY)
+                except OSError as error:
+                    raise self._unreadable(error) from None
             return self._fd
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError([f"it cannot be read: {error.strerror}"], str(self.path))
 
     def mapped(self) -> npt.NDArray[np.uint8]:
         """All of its bytes, as pages of the page cache."""
@@ -101,7 +107,10 @@ class TensorFile:
         """Fill the contiguous `out` with the bytes from `position` on."""
         view = out.reshape(-1).view(np.uint8).data
         while len(view):
-            count = os.preadv(self._descriptor(), [view], position)
+            try:
+                count = os.preadv(self._descriptor(), [view], position)
+            except OSError as error:
+                raise self._unreadable(error) from None
             if count == 0:
                 raise CheckpointError([f"it ended at byte {position:,} while it was read"], str(self.path))
             view, position = view[count:], position + count
@@ -176,9 +185,14 @@ class StoredTensor:
 
     def problem(self) -> str | None:
         """Why the pieces are not the tensor, or None: they have to cover each element once."""
-        boxes = [piece.box for piece in self.pieces if math.prod(piece.shape)]
-        if any(_cut(a, b) for i, a in enumerate(boxes) for b in boxes[:i]):
-            return "two of its slices overlap"
+        boxes = sorted(piece.box for piece in self.pieces if math.prod(piece.shape))
+        # A training checkpoint has a slice of each data-parallel rank: only those that share rows are compared.
+        sharing: list[Box] = []
+        for box in boxes:
+            sharing = [other for other in sharing if other[0][1] > box[0][0]]
+            if any(_cut(box, other) for other in sharing):
+                return "two of its slices overlap"
+            sharing.append(box)
         covered = sum(math.prod(box_shape(box)) for box in boxes)
         if covered != math.prod(self.shape):
             return f"its slices hold {covered:,} of {math.prod(self.shape):,} elements"

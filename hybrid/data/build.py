@@ -64,6 +64,8 @@ class DataModule:
     fingerprint: str
     """Equal for two runs exactly if equal positions give equal samples: a resumed run checks it."""
     corpora: tuple[CorpusInfo, ...]
+    end_ids: tuple[int, ...] = ()
+    """Tokens that generation has to stop at, the most frequent first, where the data say so."""
 
 
 def build_data(spec: DataSpec) -> DataModule:
@@ -75,7 +77,7 @@ def build_data(spec: DataSpec) -> DataModule:
     Raises:
         ValueError: the data cannot be read, does not suit the model or the tokenizer, or is too little.
     """
-    folder = Path(spec.cache_dir) if spec.cache_dir else cache.default_cache_dir()
+    folder = _cache_folder(spec)
     tokenizer = _tokenizer(spec, folder)
     weights, paths = parse_blend(spec.source)
     opened = [_open_corpus(path, spec, tokenizer, folder) for path in paths]
@@ -91,6 +93,17 @@ def build_data(spec: DataSpec) -> DataModule:
         fingerprint=_fingerprint(spec, infos, weights),
         corpora=infos,
     )
+
+
+def _cache_folder(spec: DataSpec) -> Path:
+    folder = Path(spec.cache_dir) if spec.cache_dir else cache.default_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"the folder for prepared tokens cannot be made: {error}; name another with hybrid.data.cache_dir"
+        ) from None
+    return folder
 
 
 def check_resumed(module: DataModule, trained_on: str) -> None:

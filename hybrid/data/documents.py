@@ -64,7 +64,7 @@ def _open(unit: Unit) -> BinaryIO:
     return open(unit.path, "rb")
 
 
-def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
     """(line number from the unit's start, line). A line belongs to the unit that holds its first byte."""
     with _open(unit) as file:
         position = unit.start
@@ -81,7 +81,7 @@ def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
             position += len(line)
 
 
-def _line_number(unit: Unit, number: int) -> int:
+def line_number(unit: Unit, number: int) -> int:
     """Line number in the file of the unit's line `number`: counted only when a fault is reported."""
     if unit.start == 0:
         return number
@@ -96,16 +96,21 @@ def _line_number(unit: Unit, number: int) -> int:
 
 
 def _read_jsonl(unit: Unit, text_key: str) -> Iterator[Piece]:
-    for number, line in _lines(unit):
+    for number, line in numbered_lines(unit):
         if not line.strip():
             continue
         try:
             yield Piece(_text_of(line, text_key))
         except ValueError as error:
-            raise ValueError(f"{unit.path}:{_line_number(unit, number)}: {error}") from error
+            raise ValueError(f"{unit.path}:{line_number(unit, number)}: {error}") from error
 
 
-def _text_of(line: bytes, text_key: str) -> str:
+def parse_row(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: it is not one, and only one; says what it is.
+    """
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -117,13 +122,19 @@ def _text_of(line: bytes, text_key: str) -> str:
         found = "more than one JSON value on the line" if error.msg == "Extra data" else error.msg
         raise ValueError(f"{found} at column {error.colno}; each line is one JSON object") from error
     if not isinstance(row, dict):
-        raise ValueError(f"found {_json_type(row)}; each line is one JSON object")
+        raise ValueError(f"found {json_type(row)}; each line is one JSON object")
+    return row
+
+
+def _text_of(line: bytes, text_key: str) -> str:
+    row = parse_row(line)
     if text_key not in row:
         raise ValueError(f"no key {text_key!r} among {sorted(row)}; name the right one with text_key")
     return checked_text(row[text_key], text_key)
 
 
-def _json_type(value: Any) -> str:
+def json_type(value: Any) -> str:
+    """What JSON calls a value, for messages."""
     for kind, name in ((bool, "a boolean"), ((int, float), "a number"), (str, "a string"), (list, "an array")):
         if isinstance(value, kind):
             return name
@@ -137,7 +148,7 @@ def checked_text(value: Any, text_key: str) -> str:
         ValueError: it is no string, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
-        raise ValueError(f"{text_key!r} is {_json_type(value)}; it must be a string")
+        raise ValueError(f"{text_key!r} is {json_type(value)}; it must be a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

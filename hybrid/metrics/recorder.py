@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections import deque
@@ -14,6 +15,8 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -121,6 +124,8 @@ class MetricsRecorder:
         self._times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._console = console or Console(soft_wrap=True)
         self._progress: Progress | None = None
+        self._unwritten: dict[str, bytes] = {}
+        self._complained = False
         if self._console.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self._console)
@@ -165,12 +170,30 @@ class MetricsRecorder:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-        # One write of a whole line: whoever reads along, or a kill, never finds half of one in the middle.
-        with self._paths[name].open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        unwritten = self._unwritten.pop(name, b"") + (json.dumps(finite, allow_nan=False) + "\n").encode()
+        try:
+            _append_whole(self._paths[name], unwritten)
+        except OSError as error:
+            if not self._complained:
+                logger.warning("%s cannot be written (%s): its lines are kept and written later", name, error)
+            self._complained = True
+            self._unwritten[name] = unwritten
 
     def _show(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)
+
+
+def _append_whole(path: Path, lines: bytes) -> None:
+    """Append all or, where the disk is full, nothing: whoever reads along never finds half a line in the middle."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        written = 0
+        try:
+            while written < len(lines):
+                written += file.write(lines[written:])
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def describe(metrics: StepMetrics) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import Shard, even_shard, kv_head_shard
+from hybrid.model.cache import KVCache
 from hybrid.model.rope import Rope, split_rotary
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -65,6 +66,8 @@ class Attention(nn.Module):
         kv_heads = kv_head_shard(config.num_key_value_heads, tp.size, tp.rank)
         self.heads, self.kv_heads = q_heads.length, kv_heads.length
         self.dropout, self.rng = config.attention_dropout, tp.rng
+        self.cache: KVCache | None = None
+        """Set while decoding: the queries then also see the tokens of earlier calls, as `mask` says."""
         name, d = f"model.layers.{layer}.self_attn", config.head_dim
         outputs = [
             (f"{name}.q_proj", _rows(q_heads, d)),
@@ -95,6 +98,8 @@ class Attention(nn.Module):
         if release is not None:
             release(qkv)
         q, k, v = split_rotary(qkv, rope, self.heads, self.kv_heads)
+        if self.cache is not None:
+            k, v = self.cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
         with self.rng.fork() if dropout and self.rng is not None else nullcontext():
             context = causal_attention(q, k, v, dropout=dropout, mask=mask)

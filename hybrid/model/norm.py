@@ -35,7 +35,8 @@ class _RMSNorm(Function):
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if need_input:
             inner = grad.float() * weight
-            grad_input = ((inner - normed * (inner * normed).mean(-1, keepdim=True)) * scale).to(x.dtype)
+            mean = (inner * normed).mean(-1, keepdim=True)
+            grad_input = inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype)
         return grad_input, grad_weight, None
 
 

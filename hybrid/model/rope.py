@@ -105,15 +105,23 @@ def rope_tables(config: LlamaConfig, seq_length: int, device: torch.device | str
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
-def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, to `out`; fp32 inside."""
-    half = x.size(-1) // 2
+def _angles(cos: Tensor, sin: Tensor) -> Rope:
+    """The tables as they multiply [s, b, heads, d/2]: their halves are alike, half of each is enough."""
     lead = cos.shape[:-1] if cos.dim() == 3 else (cos.size(0), 1)
-    # The halves of the tables are alike: half of each is enough.
-    cos, sin = cos[..., :half].view(*lead, 1, half), sin[..., :half].view(*lead, 1, half)
-    first, second = x[..., :half].float(), x[..., half:].float()
-    torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
+    half = cos.size(-1) // 2
+    return cos[..., :half].view(*lead, 1, half), sin[..., :half].view(*lead, 1, half)
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, to `out`; fp32 inside.
+
+    `cos` and `sin` as `_angles` gives them.
+    """
+    halves = (2, x.size(-1) // 2)
+    first, second = x.unflatten(-1, halves).float().unbind(-2)
+    out_first, out_second = out.unflatten(-1, halves).unbind(-2)
+    torch.sub(first * cos, second * sin, out=out_first)
+    torch.add(second * cos, first * sin, out=out_second)
 
 
 class _ApplyRope(Function):
@@ -123,14 +131,14 @@ class _ApplyRope(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rotate_into(out, x, cos, sin)
+        rotate_into(out, x, *_angles(cos, sin))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        rotate_into(out, grad, cos, -sin)
+        rotate_into(out, grad, *_angles(cos, -sin))
         return out, None, None
 
 
@@ -152,17 +160,17 @@ class _SplitRotary(Function):
         d = width // (heads + 2 * kv_heads)
         fused = qkv.view(s, b, -1, d)
         rotated = qkv.new_empty(s, b, heads + kv_heads, d)
-        rotate_into(rotated, fused[:, :, : heads + kv_heads], cos, sin)
+        rotate_into(rotated, fused[:, :, : heads + kv_heads], *_angles(cos, sin))
         q, k = rotated.split([heads, kv_heads], dim=2)
         return q, k, fused[:, :, heads + kv_heads :].contiguous()
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        cos, sin = _angles(cos, -sin)
         s, b, heads, d = dq.shape
         kv_heads = dk.size(2)
         grad = dq.new_empty(s, b, heads + 2 * kv_heads, d)
-        sin = -sin
         rotate_into(grad[:, :, :heads], dq, cos, sin)
         rotate_into(grad[:, :, heads : heads + kv_heads], dk, cos, sin)
         grad[:, :, heads + kv_heads :] = dv

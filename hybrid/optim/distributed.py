@@ -90,9 +90,7 @@ class DistributedOptimizer:
         self._grid = grid
         # Backward makes the gradients of the last layer first: that is the order in which buckets fill.
         self.params = [p for layer in reversed(layers) for _, p in reversed(layer) if p.requires_grad]
-        if not self.params:
-            raise ValueError(f"rank {grid.rank} has no trainable parameter: every pipeline stage needs one")
-        self._device = self.params[0].device
+        self._device = layers[0][0][1].device
         sharded = settings.stage > 0 and grid.data_group is not None
         shard = grid.data_rank if sharded else 0
         # A tied embedding shares its bucket with nothing, so that its shards lie alike on the first and last stage.
@@ -117,6 +115,7 @@ class DistributedOptimizer:
         )
         self.scaler = LossScaler(settings.fp16) if settings.fp16 is not None else None
         self._loss = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._raised = (False,) * NUM_FLAGS
         self._flags = torch.zeros(NUM_FLAGS, dtype=torch.float64, device=self._device)
         self._versions = [param._version for param in self.params]
         self.skips = 0
@@ -179,7 +178,9 @@ class DistributedOptimizer:
 
     def raise_flags(self, flags: Sequence[bool]) -> None:
         """Say in the coming steps that this rank raises these; the steps' results tell every rank."""
-        self._flags.copy_(torch.tensor(flags, dtype=torch.float64))
+        if tuple(flags) != self._raised:
+            self._raised = tuple(flags)
+            self._flags.copy_(torch.tensor(flags, dtype=torch.float64))
 
     def finish_gradients(self) -> None:
         """Wait for the data-parallel reduction, then add up what replicas hold in parts."""
@@ -207,7 +208,7 @@ class DistributedOptimizer:
         grad_norm = square_sum**0.5 * scale
         limit = self.settings.gradient_clipping
         factor = scale * min(1.0, limit / (grad_norm + 1e-6)) if limit else scale
-        if factor != 1.0:
+        if self.pieces and factor != 1.0:
             torch._foreach_mul_([self.gradients.view(piece) for piece in self.pieces], factor)
         self.inner.step()
         self.write_back()
@@ -237,7 +238,7 @@ class DistributedOptimizer:
 
     def write_back(self) -> None:
         """Bring the masters' values into the parameters of every rank."""
-        if self.params[0].dtype != torch.float32:
+        if self.masters and self.masters[0].dtype != self.params[0].dtype:
             views = [self.parameters.view(piece) for piece in self.pieces]
             torch._foreach_copy_(views, [master.detach() for master in self.masters])
         self.parameters.gather()

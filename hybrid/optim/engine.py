@@ -67,10 +67,20 @@ class HybridEngine(PipelineEngine):
         self.module_forward_post_hook.remove()
 
     def _configure_optimizer(self, client_optimizer: MakeOptimizer, model_parameters: Any) -> None:
+        self._refuse_nothing_to_train()
         layers = self.module.parameters_by_layer()
         self.optimizer = DistributedOptimizer(layers, self._hybrid_grid, self._settings, client_optimizer)
         self.basic_optimizer = self.optimizer.inner
         self.module.before_layer = self.optimizer.before_layer
+
+    def _refuse_nothing_to_train(self) -> None:
+        """One stage may be frozen, not all: every rank learns of it, since the others would wait for one that stops."""
+        trainable = torch.tensor(any(p.requires_grad for p in self.module.parameters()), dtype=torch.int32)
+        trainable = trainable.to(self.device)
+        if self._hybrid_grid.world_size > 1:
+            dist.all_reduce(trainable)
+        if not trainable:
+            raise ValueError("no parameter of the model requires a gradient: leave at least one trainable")
 
     def _train_schedule(self) -> schedule.TrainSchedule:
         self._backwards = 0
@@ -106,7 +116,8 @@ class HybridEngine(PipelineEngine):
         else:
             grad = self.grad_layer
         self.optimizer.begin_microbatch(last=self._backwards == self.micro_batches)
-        torch.autograd.backward(outputs, grad)
+        if outputs.requires_grad:  # not of a frozen first stage
+            torch.autograd.backward(outputs, grad)
         self.optimizer.end_microbatch()
         self.pipe_buffers["outputs"][buffer_id] = None
         if self.is_first_stage():

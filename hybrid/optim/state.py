@@ -16,7 +16,7 @@ MASTER = "master"
 _STEP = "step"
 
 Fill = Callable[[str, nn.Parameter, Piece, torch.Tensor], None]
-"""Writes the values of (kind, parameter, piece) into a flat fp32 tensor that holds zeros where the model has padding."""
+"""Writes the values of (kind, parameter, piece) into a flat fp32 tensor that is zero where the model has padding."""
 
 
 def named_state(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Piece, torch.Tensor]]:
@@ -30,13 +30,12 @@ def named_state(optimizer: DistributedOptimizer) -> Iterator[tuple[str, Piece, t
 
 @torch.no_grad()
 def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], updates: int, fill: Fill) -> None:
-    """Fill masters and states anew, and the parameters from the masters; a collective call.
+    """Fill masters and states anew; `write_back` then brings the masters into the parameters of every rank.
 
     Args:
         kinds: states the inner optimizer had, besides the masters.
         updates: steps it had taken, for Adam's bias correction.
     """
-    optimizer.wait_parameters()
     counts = isinstance(optimizer.inner, torch.optim.Adam | torch.optim.AdamW)
     for piece, master in zip(optimizer.pieces, optimizer.masters, strict=True):
         param = optimizer.params[piece.index]
@@ -48,9 +47,6 @@ def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], updates
         for kind in kinds:
             state[kind] = torch.zeros_like(master)
             fill(kind, param, piece, state[kind])
-    optimizer.write_back()
-    optimizer.wait_parameters()
-    optimizer.keep_masters()
 
 
 def memory_bytes(optimizer: DistributedOptimizer) -> dict[str, int]:

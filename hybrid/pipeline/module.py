@@ -71,7 +71,9 @@ class LlamaPipeline(PipelineModule):
         # Made anew only when the length changes.
         self._rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
         specs = self._specs(dtype, device, recompute, recompute_layers)
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the partition; the run's banner says it
+        # DeepSpeed prints the partition, which the run's banner says, and broadcasts tied weights under autograd, which
+        # would warn of it in the first backward.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(layers=specs, topology=grid.topology, loss_fn=self._loss, partition_method="explicit")
         init_parameters(self, seed, config.initializer_range)
 
@@ -116,12 +118,13 @@ class LlamaPipeline(PipelineModule):
         """
         x, segments = inputs if isinstance(inputs, tuple) else (inputs, None)
         rope, mask = self._positions(x, segments)
+        output: torch.Tensor | HeadOutput = x
         for index, layer in enumerate(self.forward_funcs):
             self.before_layer(index)
-            x = layer(x, rope, mask) if isinstance(layer, TransformerBlock) else layer(x)
-        if segments is None or isinstance(x, tuple):
-            return x
-        return x, segments
+            output = layer(output, rope, mask) if isinstance(layer, TransformerBlock) else layer(output)
+        if segments is None or isinstance(output, tuple):
+            return output
+        return output, segments
 
     def _positions(self, x: torch.Tensor, segments: torch.Tensor | None) -> tuple[Rope, torch.Tensor | None]:
         """RoPE tables, and the mask where the causal rule is not all."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hybrid.config.parallel import Shard
+from hybrid.tensor_parallel.chunks import default_chunk_tokens
 from hybrid.tensor_parallel.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.embedding import vocab_shard
@@ -21,10 +22,6 @@ from hybrid.tensor_parallel.linear import weight_gradient
 
 IGNORE_INDEX = -100
 """Label of a position that is not supervised, as everywhere in torch and Hugging Face."""
-
-CHUNK_FRACTION = 16
-SMALL_CHUNK_BYTES = 8 << 20
-LARGE_CHUNK_BYTES = 256 << 20
 
 
 def _locate(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -89,18 +86,6 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: 
     """
     result: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, tp)
     return result
-
-
-def default_chunk_tokens(num_tokens: int, columns: int) -> int:
-    """Tokens whose fp32 logits are held at a time: a sixteenth of all, half of all within 8 MiB, at most 256 MiB.
-
-    Each chunk reads the whole weight and rewrites its gradient, so chunks are as large as memory allows. On a CPU 32
-    tokens at a time took 1.5 times as long as 256, and 64 took 1.25 times; where the logits are small anyway, that is
-    not worth it. At 256 MiB there are 512 tokens of a vocabulary of 128k, enough for full GEMMs.
-    """
-    row_bytes = 4 * columns
-    tokens = max(-(-num_tokens // CHUNK_FRACTION), min(-(-num_tokens // 2), SMALL_CHUNK_BYTES // row_bytes))
-    return max(1, min(tokens, LARGE_CHUNK_BYTES // row_bytes))
 
 
 class _ChunkedLoss:

@@ -74,12 +74,29 @@ class _ColumnParallel(Function):
         return reduction.wait() if reduction is not None else None, grad_weight, grad_bias, None
 
 
+def _gather_and_multiply(x: Tensor, matrix: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """All rows of x [s/t, b, k], and their product with a matrix [k, n]: [s, b, n].
+
+    This rank's own rows are multiplied while the others' are on their way.
+    """
+    pending = start_all_gather(x, tp.group)
+    product = x.new_empty(x.size(0) * tp.size, *x.shape[1:-1], matrix.size(1))
+    start, stop = tp.rank * x.size(0), (tp.rank + 1) * x.size(0)
+    torch.mm(_rows(x), matrix, out=_rows(product[start:stop]))
+    full = pending.wait()
+    for part in (slice(0, start), slice(stop, None)):
+        if full[part].numel():
+            torch.mm(_rows(full[part]), matrix, out=_rows(product[part]))
+    return full, product
+
+
 class _RowParallel(Function):
     """Y = sum over ranks of X_r A_r^T, + b once.
 
     Forward: an all-reduce of the partial products, or a reduce-scatter under sequence parallelism.
     Backward: dX_r = dY A_r, dA_r = dY^T X_r. Nothing to communicate, or under sequence parallelism an all-gather of
-    dY, which both products need. db is the sum over the tokens at hand: under sequence parallelism those of the shard.
+    dY, which both products need; it runs behind the rows of dX_r that are at hand. db is the sum over the tokens at
+    hand: under sequence parallelism those of the shard.
     """
 
     @staticmethod
@@ -96,9 +113,13 @@ class _RowParallel(Function):
         x, weight = ctx.saved_tensors
         need_input, need_weight, need_bias, _ = ctx.needs_input_grad
         grad_bias = _rows(grad).sum(0) if need_bias else None
-        if tp.sequence_sharded and (need_input or need_weight):
+        grad_input = None
+        if tp.sequence_sharded and need_input:
+            grad, grad_input = _gather_and_multiply(grad, weight, tp)
+        elif need_input:
+            grad_input = grad @ weight
+        elif tp.sequence_sharded and need_weight:
             grad = all_gather(grad, tp.group)
-        grad_input = grad @ weight if need_input else None
         grad_weight = weight_gradient(grad, x) if need_weight else None
         return grad_input, grad_weight, grad_bias, None
 

@@ -149,8 +149,8 @@ def test_deepspeed_reads_what_it_is_handed(tree: dict[str, Any]) -> None:
     assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (8, 2, 4)
     assert read.zero_optimization_stage == 1
     assert read.gradient_clipping == run.gradient_clipping
-    assert read.bfloat16_config.enabled == (run.precision == "bf16")
-    assert read.float16_config.enabled == (run.precision == "fp16")
+    # It would refuse fp16 on some CPUs, and the weights have their dtype already.
+    assert not read.bfloat16_config.enabled and not read.float16_config.enabled
     assert read.monitor_config.csv_monitor.enabled == ("csv_monitor" in tree)
     assert not read.pipeline["pipe_partitioned"] and not read.pipeline["grad_partitioned"]
     assert read.pipeline["use_reentrant"] is False and read.pipeline["activation_checkpoint_interval"] == 0
@@ -161,3 +161,11 @@ def test_scheduler_of() -> None:
     section = {"type": "warmuplr", "params": {"warmup_num_steps": 5}}
     assert scheduler_of({"scheduler": section}) == ("WarmupLR", {"warmup_num_steps": 5})
     assert scheduler_of({}) is None
+
+
+def test_a_monitor_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True}, "csv_monitor": {"enabled": True}}
+    monkeypatch.setattr("hybrid.config.deepspeed.find_spec", lambda name: None if name == "wandb" else object())
+    (problem,) = deepspeed_problems(tree, 1)
+    assert "wandb.enabled" in problem and "pip install wandb" in problem
+    assert not deepspeed_problems({"wandb": {"enabled": False}}, 1)

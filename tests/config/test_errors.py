@@ -38,3 +38,7 @@ def test_without_a_similar_name_the_neighbours_are_listed() -> None:
 
 def test_long_values_are_shortened() -> None:
     assert shown("x" * 200).endswith("...") and len(shown("x" * 200)) == 80
+
+
+def test_a_section_that_does_not_exist() -> None:
+    assert unknown_key("hybrid..x", {"hybrid.data"}) == "unknown key hybrid..x: there is no section hybrid."

@@ -30,5 +30,6 @@ def test_every_data_file_is_packaged(setup: configparser.ConfigParser) -> None:
     for package in patterns:
         folder = ROOT / ("ds_configs" if package == "hybrid.ds_configs" else package.replace(".", "/"))
         packaged |= {path for pattern in patterns[package].split() for path in folder.glob(pattern)}
-    present = {path for name in ("hybrid", "ds_configs") for path in (ROOT / name).rglob("*.json")}
+    kinds = ("*.json", "*.jinja")
+    present = {path for name in ("hybrid", "ds_configs") for kind in kinds for path in (ROOT / name).rglob(kind)}
     assert packaged == present | {ROOT / "hybrid" / "py.typed"}

@@ -202,3 +202,32 @@ def test_a_section_that_is_no_object(hybrid: Any) -> None:
 
 def test_a_file_without_our_section_trains_the_demo() -> None:
     assert resolve_config({"train_batch_size": 2}, 1).model.vocab_size == 2048
+
+
+def test_rules_are_in_the_words_of_json() -> None:
+    wrong = {"data": 5, "training": "x", "model": 7, "pipeline_split": "4", "recompute": True}
+    with pytest.raises(ConfigError) as error:
+        resolve_config({"train_batch_size": 4, "hybrid": wrong}, world_size=1)
+    text = str(error.value)
+    for line in (
+        "hybrid.data is 5: it must be an object",
+        'hybrid.training is "x": it must be an object',
+        "hybrid.model is 7: it must be a string or an object",
+        'hybrid.pipeline_split is "4": it must be a list',
+        "hybrid.recompute is true: it must be an object",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("section", "path"),
+    [
+        ({"optimizer": {"params": {"lr": float("inf")}}}, "optimizer.params.lr"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping"),
+        ({"hybrid": {"model": {**MODEL, "initializer_range": float("inf")}}}, "initializer_range"),
+        ({"hybrid": {"model": {**MODEL, "rope_theta": float("inf")}}}, "rope_theta"),
+    ],
+)
+def test_numbers_are_finite(section: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError, match=path):
+        resolve_config({"train_batch_size": 4, **section}, world_size=1)

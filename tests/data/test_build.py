@@ -265,3 +265,9 @@ def test_packing_yields_positions_and_segments(spec: DataSpec) -> None:
             assert (tokens[row, t - 1] == 0) == bool(positions[row, t] == 0)
         ends = tokens[row] == 0
         assert (labels[row][ends] == IGNORE_INDEX).all()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_its_key(spec: DataSpec, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/cache.*hybrid\.data\.cache_dir"):
+        build_data(replace(spec, cache_dir=str(tmp_path / "file" / "cache")))

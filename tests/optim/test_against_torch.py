@@ -4,7 +4,15 @@ import functools
 
 import pytest
 import torch
-from support.llama import compare_with, make_batches, make_engine, my_batches, reference_loss, reference_model, small_config
+from support.llama import (
+    compare_with,
+    make_batches,
+    make_engine,
+    my_batches,
+    reference_loss,
+    reference_model,
+    small_config,
+)
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 53}
 STEPS, SAMPLES, SEQ = 20, 112, 4  # 112 samples are any of 1, 4, 7 microbatches of 1, 2, 4 ranks

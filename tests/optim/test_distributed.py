@@ -260,3 +260,27 @@ def set_weights(world, stage, in_place):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_weights_set_after_the_optimizer_was_built_stay(pool, in_place):
     assert all(pool.run(set_weights, 2, 2, 2, in_place))
+
+
+def one_small_parameter(world, stage, dtype):
+    param = nn.Parameter(torch.full((5,), 2.0, dtype=dtype))
+    set_spec(param, ParamSpec(segments=(replicated("p", (5,), 0, 1),)))
+    optimizer = make_optimizer([param], world, stage, options={"lr": 0.1, "weight_decay": 0.0})
+    for _ in range(2):
+        optimizer.begin_microbatch(True)
+        param.sum().backward()
+        optimizer.end_microbatch()
+        optimizer.add_loss(torch.tensor(1.0), torch.tensor(10))
+        optimizer.finish_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait_parameters()
+    return param.detach().float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_own_nothing_take_part(pool, stage, dtype):
+    """All of a parameter smaller than the alignment lies in the first rank's shard."""
+    for weight in pool.run(one_small_parameter, 4, 4, stage, dtype):
+        torch.testing.assert_close(weight, torch.full((5,), 1.8), rtol=1e-2, atol=0)

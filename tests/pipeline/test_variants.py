@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -200,3 +201,17 @@ def endless_overflow():
 def test_fp16_stops_at_the_minimum_scale(pool):
     with pytest.raises(RuntimeError, match="minimum loss scale 1 "):
         pool.run(endless_overflow, 2)
+
+
+def warnings_of_a_step(**kwargs):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, _ = make_engine(small_config(tie_word_embeddings=True), **kwargs)
+        engine.train_batch(iter(make_batches(1, 2, SEQ, VOCAB)))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_tied_pipeline_warns_of_nothing(pool):
+    """Broadcasting tied weights under autograd would make torch speak of incorrect gradients."""
+    for messages in pool.run(warnings_of_a_step, 2, pp=2):
+        assert not [message for message in messages if "autograd" in message]

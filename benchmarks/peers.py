@@ -1,0 +1,100 @@
+"""Step times of this package and its peers on two CPU cores, as multiples of a loop that communicates nothing.
+
+    python -m benchmarks.peers [--layouts dp2 tp2 ...] [--pairs 6] [--small] [--output runs/benchmarks]
+
+Everything trains the same model, in bf16 and on one thread a process. Steps are interleaved in one run: each lies
+between two steps of the ideal, a bare loop over the same layers in which every process does its share alone. Pairs in
+which another process took a core from the ideal are replaced as far as `--rounds` allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from hybrid.environment import prepare_process
+from hybrid.launcher import spawn_ranks, this_command
+
+NAMES = ("single", "dp2", "dp2-z2", "tp2", "tp2-sp", "pp2")
+RANKS = "BENCHMARK_RANKS"
+RESULTS = "BENCHMARK_RESULTS"
+"""Set for the processes that measure: how many they are, and where rank 0 leaves its rows."""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--pairs", type=int, default=6, help="pairs a ratio is the median of")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of steps after which it takes what there is")
+    parser.add_argument("--limit", type=float, default=0.05, help="stalled part of the time that still counts as quiet")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the runner")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder for JSON and plot")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What a rank does: all layouts for its number of processes."""
+    import torch
+
+    from benchmarks.alone import bare_loop
+    from benchmarks.contestants import LAYOUTS, steps
+    from benchmarks.measure import interleave
+    from benchmarks.report import make_row
+    from benchmarks.workload import FULL, SMALL
+    from hybrid.environment import init_distributed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    init_distributed()
+    torch.set_num_threads(1)
+    workload = SMALL if args.small else FULL
+    ranks = int(os.environ[RANKS])
+    chosen = [name for name in args.layouts if LAYOUTS[name].ranks == ranks]
+    rows = []
+    for share in dict.fromkeys(LAYOUTS[name].share for name in chosen):
+        contestants = {
+            (name, who): step for name in chosen if LAYOUTS[name].share == share for who, step in steps(name, workload)
+        }
+        ideal = bare_loop(workload.share(share))
+        rounds = max(args.rounds, args.pairs)
+        found = interleave(ideal, contestants, pairs=args.pairs, limit=args.limit, rounds=rounds)
+        rows += [make_row(name, who, pairs, args.limit) for (name, who), pairs in found.items()]
+    if os.environ["RANK"] == "0":
+        Path(os.environ[RESULTS]).write_text(json.dumps([asdict(row) for row in rows]))
+    torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    """Start one set of processes for each number of ranks, then report."""
+    args = parse()
+    if RANKS in os.environ:
+        measure(args)
+        return 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    prepare_process()
+    from benchmarks.contestants import LAYOUTS
+    from benchmarks.report import Row, conditions, table, write
+
+    rows = []
+    for ranks in sorted({LAYOUTS[name].ranks for name in args.layouts}):
+        with tempfile.TemporaryDirectory() as directory:
+            results = Path(directory) / "rows.json"
+            os.environ |= {RANKS: str(ranks), RESULTS: str(results)}
+            code = spawn_ranks(ranks, this_command())
+            if code:
+                return code
+            rows += [Row(**row) for row in json.loads(results.read_text())]
+    print(table(rows))
+    print(json.dumps(conditions()))
+    write(rows, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

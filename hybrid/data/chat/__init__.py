@@ -1,0 +1,1 @@
+"""Conversations as training samples: formats, templates and masks, packing."""

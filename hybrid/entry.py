@@ -1,0 +1,42 @@
+"""What every script of a run does before torch is imported: check the configuration, start the ranks if need be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from hybrid.config.describe import describe
+from hybrid.config.errors import ConfigError
+from hybrid.config.run import RunConfig
+from hybrid.environment import LaunchError, normalise_launch_variables, prepare_process
+from hybrid.launcher import should_spawn, spawn_ranks, this_command
+
+Resolve = Callable[[argparse.Namespace, int | None], RunConfig]
+"""The run that arguments ask for in a world of so many ranks; None where that is not known."""
+
+
+def run_or_exit_code(program: str, args: argparse.Namespace, resolve: Resolve) -> RunConfig | int:
+    """The run of this rank, or the exit code where nothing is left to do: a dry run, an error, ranks that have ended.
+
+    After a run, torch may be imported.
+    """
+    try:
+        normalise_launch_variables()
+        world_size = int(os.environ["WORLD_SIZE"])
+        if args.dry_run:
+            print(describe(resolve(args, None)))
+            return 0
+        if world_size == 1:
+            # Of one process it is not known yet how many ranks it stands for: as many as the model needs.
+            ranks = resolve(args, None).parallel.world_size
+            if should_spawn(ranks):
+                return spawn_ranks(ranks, this_command())
+        run = resolve(args, world_size)
+    except (ConfigError, LaunchError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    prepare_process()
+    return run

@@ -1,0 +1,136 @@
+"""Loss of a model on data, and completions of prompts, at any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid.agreement import rank_zero_first, together
+from hybrid.build import build_module
+from hybrid.config.run import RunConfig
+from hybrid.data.build import DataModule, DataSpec, build_data
+from hybrid.data.cache import default_cache_dir
+from hybrid.data.chat.build import build_chat_data
+from hybrid.data.chat.formats import detect_format
+from hybrid.data.chat.masks import ChatEncoder
+from hybrid.data.chat.rows import read_rows
+from hybrid.data.chat.tokenizer import ChatTokenizer, load_chat_tokenizer
+from hybrid.data.loader import EvalLoader
+from hybrid.data.tokenizer import check_vocabulary
+from hybrid.environment import init_distributed, set_up_logging
+from hybrid.finetune.data import chat_spec
+from hybrid.generate.decode import generate
+from hybrid.generate.sampling import Sampling
+from hybrid.generate.stages import evaluate_loss
+from hybrid.grid import build_grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to find out about a model."""
+
+    loss: bool
+    """The loss on the data of the run."""
+    prompts: tuple[str, ...] = ()
+    """Texts to be completed; a tokenizer with a chat template gets each as what a user says."""
+    max_new_tokens: int = 64
+    sampling: Sampling = Sampling()
+    seed: int = 0
+
+
+def run_evaluation(run: RunConfig, request: Request) -> dict[str, Any]:
+    """Start the process group, evaluate, and end it; the results, alike on every rank."""
+    device = init_distributed()
+    set_up_logging(dist.get_rank())
+    try:
+        return evaluate(run, request, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str, Any]:
+    """`loss`, `perplexity` and `tokens`, and `completions`, as far as they are asked for; a collective call.
+
+    Raises:
+        ValueError: data, tokenizer and model do not go together.
+    """
+    grid = build_grid(run.parallel, run.model.num_key_value_heads)
+    data = rank_zero_first(lambda: _open_data(run)) if request.loss else None
+    tokenizer = together(lambda: _tokenizer(run)) if request.prompts else None
+    module = build_module(run, grid, device)
+    results: dict[str, Any] = {}
+    if data is not None:
+        loader = EvalLoader(
+            data.train,
+            micro_batch_size=run.micro_batch_size,
+            dp_rank=grid.data_rank,
+            dp_size=run.parallel.data_parallel_size,
+        )
+        loss, tokens = evaluate_loss(module, grid, loader)
+        results |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
+    if tokenizer is not None:
+        encoder = ChatEncoder(tokenizer)
+        completions = generate(
+            module,
+            grid,
+            together(lambda: [encoder.encode_prompt(prompt) for prompt in request.prompts]),
+            max_new_tokens=request.max_new_tokens,
+            stop_ids=_stop_ids(run, tokenizer),
+            sampling=request.sampling,
+            seed=request.seed,
+        )
+        results["completions"] = [
+            {"prompt": prompt, "completion": tokenizer.renderer.decode(ids, skip_special_tokens=True)}
+            for prompt, ids in zip(request.prompts, completions, strict=True)
+        ]
+    return results
+
+
+def _open_data(run: RunConfig) -> DataModule:
+    """All of the data, in one set."""
+    source = run.hybrid.data.source
+    if run.hybrid.finetune.format != "auto" or holds_conversations(source):
+        return build_chat_data(replace(chat_spec(run), eval_source=None, eval_fraction=0.0))
+    return build_data(
+        DataSpec(
+            source=source,
+            tokenizer=run.hybrid.tokenizer,
+            seq_length=run.hybrid.data.seq_length,
+            vocab_size=run.model.vocab_size,
+            seed=run.hybrid.training.seed,
+            cache_dir=run.hybrid.data.cache_dir,
+            text_key=run.hybrid.data.text_key,
+            reset_attention=run.hybrid.data.reset_attention,
+        )
+    )
+
+
+def holds_conversations(source: str | Sequence[str]) -> bool:
+    """Whether the first row of a source is a conversation; text, token files and blends of them are not."""
+    first = source if isinstance(source, str) else source[0]
+    try:
+        row = next(iter(read_rows(first)), None)
+        return row is not None and bool(detect_format(row.fields, row.where))
+    except ValueError:
+        return False
+
+
+def _tokenizer(run: RunConfig) -> ChatTokenizer:
+    name = run.hybrid.tokenizer
+    if name is None:
+        raise ValueError("no tokenizer is named, and prompts need one: set --tokenizer (a folder, a name, or 'demo')")
+    folder = run.hybrid.data.cache_dir or default_cache_dir()
+    tokenizer = load_chat_tokenizer(name, folder, run.hybrid.finetune.chat_template)
+    check_vocabulary(tokenizer, run.model.vocab_size)
+    return tokenizer
+
+
+def _stop_ids(run: RunConfig, tokenizer: ChatTokenizer) -> frozenset[int]:
+    own = run.model.eos_token_id
+    ids = own if isinstance(own, list) else [own]
+    return frozenset(token for token in (*ids, tokenizer.eos_id) if token is not None)

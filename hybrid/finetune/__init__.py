@@ -1,0 +1,1 @@
+"""Fine-tuning: the same trainer, other data."""

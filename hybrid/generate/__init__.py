@@ -1,0 +1,1 @@
+"""Running a trained model forward: loss on data, and text."""

@@ -1,0 +1,94 @@
+"""From what a user asks to the searches that answer it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid.config.errors import ConfigError
+from hybrid.config.model import load_model_config, preset_names, read_model_json
+from hybrid.config.resolve import resolve_config
+from hybrid.planner.hardware import load_gpu
+from hybrid.planner.runs import workload_of
+from hybrid.planner.search import Candidate, Request, search
+
+_MODELS = Path(__file__).parent / "models"
+"""Shapes of models larger than any preset, to plan with."""
+
+
+def gpu_counts(text: str) -> list[int]:
+    """`8,64` as numbers; a ValueError, which argparse reports, for anything else."""
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError("at least one GPU is needed")
+    return counts
+
+
+def planner_model(name: str) -> str | dict[str, Any]:
+    """What `hybrid.model` says for a model: a preset by name, everything else by content."""
+    if name in preset_names():
+        return name
+    path = _MODELS / f"{name}.json"
+    return read_model_json(str(path) if path.exists() else name)
+
+
+def request_of(
+    base: Mapping[str, Any] | None,
+    model: str | None,
+    gpus: int,
+    gpu: str,
+    seq_length: int | None,
+    global_batch: int | None,
+) -> Request:
+    """One search: what is not given comes from the configuration tree `base`, or from the defaults.
+
+    Raises:
+        ConfigError: a model, GPU or configuration is not there or not sound.
+    """
+    for name, value in (("--seq_length", seq_length), ("--global_batch", global_batch)):
+        if value is not None and value < 1:
+            raise ConfigError([f"{name} is {value}: it must be at least 1"])
+    known: dict[str, Any] = {}
+    if base is not None:
+        run = resolve_config(_without_layout(base))
+        w = workload_of(run)
+        known = {"precision": w.precision, "wire": w.wire, "optimizer_states": w.optimizer_states}
+        seq_length, global_batch = seq_length or w.seq_length, global_batch or run.global_batch_size
+    shape = load_model_config(planner_model(model)) if model is not None else run.model
+    return Request(
+        model=shape,
+        gpus=gpus,
+        gpu=load_gpu(gpu),
+        seq_length=seq_length or 4096,
+        global_batch=global_batch or 1024,
+        **known,
+    )
+
+
+def _without_layout(base: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree for one rank: its layout is what is looked for."""
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_split", "sequence_parallel")
+    hybrid = {key: value for key, value in base.get("hybrid", {}).items() if key not in layout}
+    recompute = hybrid.get("recompute")
+    if isinstance(recompute, Mapping):
+        hybrid["recompute"] = {key: value for key, value in recompute.items() if key != "num_layers"}
+    tree = {**base, "hybrid": hybrid}
+    if isinstance(base.get("train_batch_size"), int):
+        tree |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}
+    return tree
+
+
+def scaling(requests: Sequence[Request]) -> dict[str, list[tuple[Request, Candidate | None]]]:
+    """The fastest layout of each number of GPUs: with one batch for all, and with a batch that grows with them."""
+    first = requests[0]
+    weak = [
+        dataclasses.replace(request, global_batch=first.global_batch * request.gpus // first.gpus)
+        for request in requests
+    ]
+    titles = {"strong scaling (one batch):": requests, "weak scaling (a batch that grows with the GPUs):": weak}
+    answers = {}
+    for title, asked in titles.items():
+        answers[title] = [(request, next(iter(search(request).feasible), None)) for request in asked]
+    return answers

@@ -1,0 +1,163 @@
+"""The formulas of one decoder layer, the embedding and the head: activations and arithmetic of one rank.
+
+Symbols: s sequence length, b samples of a microbatch, T = s b; h hidden size, q and k the widths of all query and of
+all key (or value) heads, a query heads, f MLP width, V padded vocabulary; t tensor-parallel size; T' = T / t with
+sequence parallelism, else T; e bytes of an activation (2 in bf16).
+
+Activations kept for backward (the accounting of Korthikanti et al. 2022, arXiv:2205.05198, section 4, for this
+package's layer: RMSNorm instead of LayerNorm, no dropout, blockwise attention (Dao et al. 2022, arXiv:2205.14135)
+instead of the s x s scores, SwiGLU, grouped key/value heads):
+
+    two norms   input and output, T' h each, and one fp32 scale per token        4 T' h e + 8 T'
+    attention   rotated q and k, v, the output, one fp32 logsumexp per head      (2 q + 2 k) T e / t + 4 a T / t
+    MLP         gate and up, and their product                                   3 f T e / t
+
+`selective` drops the outputs of the norms (2 T' h e) and the product (f T e / t), and keeps
+
+    2 T' h e + 8 T' + (2 q + 2 k + 2 f) T e / t + 4 a T / t.
+
+`full` keeps the layer's input, T' h e (Chen et al. 2016, arXiv:1604.06174). Per token, in units of h and in bf16 with
+q = h and t = 1, that is 12 + 4 k/h + 6 f/h, 8 + 4 k/h + 4 f/h and 2 bytes; Korthikanti et al. have 34 for GPT.
+
+Arithmetic: a GEMM of [m, k] and [k, n] is 2 m n k operations. A layer multiplies T rows with h (q + 2 k) + q h + 3 h f
+weights, of which a rank has 1/t. Causal attention multiplies T s / 2 pairs of positions, twice per head and dim:
+2 T s q forward, of which a rank has 1/t. Backward repeats every GEMM twice (gradients of input and weight), and
+blockwise attention 2.5 times (the scores once more, and four products; Dao et al. 2022, algorithm 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.planner.workload import Recompute, Workload
+from hybrid.tensor_parallel.chunks import default_chunk_tokens
+
+ATTENTION_BACKWARD = 2.5
+"""Operations of blockwise attention's backward over its forward's."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`count` products of [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.count
+
+
+def layer_activations(w: Workload, recompute: Recompute) -> int:
+    """Bytes a decoder layer keeps of one microbatch."""
+    tokens, held, e = w.tokens, w.held_tokens, w.width
+    stream = held * w.model.hidden_size * e
+    if recompute == "full":
+        return stream
+    heads = w.model.num_attention_heads // w.t
+    attention = (2 * w.local_q + 2 * w.local_kv) * tokens * e + 4 * heads * tokens
+    mlp = 2 * w.local_mlp * tokens * e
+    kept = 2 * stream + 8 * held + attention + mlp
+    if recompute == "selective":
+        return kept
+    return kept + 2 * stream + w.local_mlp * tokens * e
+
+
+def embedding_activations(w: Workload) -> int:
+    """Bytes the embedding keeps: each token's row (int64), and whether another rank holds it."""
+    return 9 * w.tokens
+
+
+def final_norm_activations(w: Workload) -> int:
+    """Bytes the last norm keeps: its input and one scale per token."""
+    return w.held_tokens * (w.model.hidden_size * w.width + 4)
+
+
+def rope_tables(w: Workload) -> int:
+    """Bytes of cos and sin, fp32, once per stage."""
+    return 2 * 4 * w.seq_length * w.model.head_dim
+
+
+def head_gradients(w: Workload) -> int:
+    """Bytes the fused loss holds from its forward to its backward: the hidden gradient, and the weight's in fp32."""
+    return w.held_tokens * w.model.hidden_size * w.width + 4 * w.local_vocab * w.model.hidden_size
+
+
+def head_transient(w: Workload) -> int:
+    """Bytes the fused loss needs beside, at most.
+
+    In forward the gathered hidden states, their gradient before it is reduced, and a chunk's logits in fp32 and once
+    more in the model's dtype; in backward the weight's gradient in the model's dtype.
+    """
+    full = w.tokens * w.model.hidden_size * w.width
+    chunk = default_chunk_tokens(w.tokens, w.local_vocab) * w.local_vocab
+    gathered = 2 * full if w.sequence_sharded else 0
+    copies = 4 + (w.width if w.width < 4 else 0)
+    narrow = w.width * w.local_vocab * w.model.hidden_size if w.width < 4 else 0
+    return max(gathered + copies * chunk + narrow, narrow)
+
+
+def loss_chunks(w: Workload) -> list[int]:
+    """Tokens of each chunk of the fused loss."""
+    size = default_chunk_tokens(w.tokens, w.local_vocab)
+    full, rest = divmod(w.tokens, size)
+    return [size] * full + [rest] * (rest > 0)
+
+
+def layer_transient(w: Workload) -> int:
+    """Bytes a layer's backward needs at most beside what is kept: that of the MLP.
+
+    The gradients of the output (gathered under sequence parallelism) and of the product, the gradient of gate and up
+    with one intermediate, or then the gathered input beside it, and a weight's gradient.
+    """
+    tokens, e, h, f = w.tokens, w.width, w.model.hidden_size, w.local_mlp
+    stream = tokens * h * e
+    activation = stream * (2 if w.sequence_sharded else 1) + 5 * f * tokens * e
+    product = stream * (3 if w.sequence_sharded else 2) + 2 * f * tokens * e + 2 * f * h * e
+    return max(activation, product)
+
+
+def layer_gemms(w: Workload) -> list[Gemm]:
+    """The four products of a layer's forward on one rank."""
+    tokens, h, q, kv, f = w.tokens, w.model.hidden_size, w.local_q, w.local_kv, w.local_mlp
+    return [Gemm(tokens, q + 2 * kv, h), Gemm(tokens, h, q), Gemm(tokens, 2 * f, h), Gemm(tokens, h, f)]
+
+
+def backward_gemms(gemm: Gemm) -> list[Gemm]:
+    """The gradients of the input and of the weight."""
+    return [Gemm(gemm.m, gemm.k, gemm.n, gemm.count), Gemm(gemm.n, gemm.k, gemm.m, gemm.count)]
+
+
+def attention_flops(w: Workload) -> int:
+    """Operations of one layer's attention in forward, half of the square counted."""
+    return 2 * w.tokens * w.seq_length * w.local_q
+
+
+def head_gemms(w: Workload) -> list[Gemm]:
+    """The head's three products, all of them made in forward, chunk by chunk."""
+    h, v = w.model.hidden_size, w.local_vocab
+    gemms = []
+    for size in sorted(set(loss_chunks(w))):
+        forward = Gemm(size, v, h, loss_chunks(w).count(size))
+        gemms += [forward, *backward_gemms(forward)]
+    return gemms
+
+
+def layer_flops(w: Workload, recompute: Recompute = "none") -> float:
+    """Operations of one layer on one rank, forward and backward, what `full` repeats included."""
+    forward = sum(gemm.flops for gemm in layer_gemms(w))
+    passes = 4 if recompute == "full" else 3
+    extra = 2.0 if recompute == "full" else 1.0
+    return passes * forward + (extra + ATTENTION_BACKWARD) * attention_flops(w)
+
+
+def stage_flops(w: Workload, stage: int) -> float:
+    """Operations of one microbatch on one rank of a stage, as the device does them."""
+    recomputing = w.recomputing(stage)
+    plain = w.layers_per_stage[stage] - recomputing
+    flops = recomputing * layer_flops(w, w.recompute) + plain * layer_flops(w)
+    if stage == w.p - 1:
+        flops += sum(gemm.flops for gemm in head_gemms(w))
+    return flops

@@ -1,0 +1,118 @@
+"""Bytes of one rank, part by part: what the optimizer holds exactly, what a step needs beside by the layer formulas."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from hybrid.planner import formulas
+from hybrid.planner.parameters import bucket_layout, owned_elements
+from hybrid.planner.workload import BYTES, Workload
+
+_BUFFERS = 2
+"""Bucket buffers alive when every microbatch is reduced: one fills while the other is on the wire."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes at the fullest moment of a step."""
+
+    parameters: int
+    gradients: int
+    states: int
+    """Master weights and moments; of an fp32 model the moments alone."""
+    buckets: int
+    """Buffers gradients pass through on their way to their shard."""
+    wire: int
+    """Copies of buckets on the wire, where gradients travel in a narrower dtype."""
+    activations: int
+    """Of all microbatches in flight, with the tensors the pipeline keeps between stages."""
+    logits: int
+    """What the fused loss holds and needs: gradients of head and hidden states, and a chunk's logits."""
+    working: int
+    """What the backward of a layer needs while it runs."""
+
+    @property
+    def total(self) -> int:
+        """All parts. Loss and layer do not run at once: the larger of the two counts."""
+        return self.held + self.wire + self.activations + max(self.logits, self.working)
+
+    @property
+    def held(self) -> int:
+        """What stays between steps."""
+        return self.parameters + self.gradients + self.states + self.buckets
+
+    def to_dict(self) -> dict[str, int]:
+        """The parts and their total."""
+        return {**asdict(self), "total": self.total}
+
+
+def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, int]:
+    """`parameters`, `gradients`, `states` and `buckets` of a rank, exactly, alignment included.
+
+    With N elements in the buckets and d data-parallel ranks, in bf16 with Adam: parameters 2 N; gradients 4 N in a
+    full fp32 buffer, or 4 N / d where every microbatch is reduced; states 12 N / d (d = 1 under stage 0). The table of
+    Rajbhandari et al. 2020 (arXiv:1910.02054, section 3) with fp32 gradients.
+    """
+    layout = bucket_layout(w, stage)
+    by_microbatch = w.zero_stage == 2 and w.gradient_sharding == "microbatch" and w.d > 1
+    shards = sum(bucket.shard_numel for bucket in layout.buckets)
+    owned = owned_elements(w, stage, data_rank)
+    largest = max(bucket.numel for bucket in layout.buckets)
+    kinds = w.optimizer_states + (0 if w.precision == "fp32" else 1)
+    return {
+        "parameters": w.width * layout.numel,
+        "gradients": 4 * (shards if by_microbatch else layout.numel),
+        "states": 4 * kinds * owned,
+        "buckets": _BUFFERS * BYTES[w.wire] * largest if by_microbatch else 0,
+    }
+
+
+def microbatch_activations(w: Workload, stage: int) -> int:
+    """Bytes a stage keeps of one microbatch between its forward and its backward; the fused loss's aside."""
+    recomputing = w.recomputing(stage)
+    plain = w.layers_per_stage[stage] - recomputing
+    kept = recomputing * formulas.layer_activations(w, w.recompute) + plain * formulas.layer_activations(w, "none")
+    if stage == 0:
+        kept += formulas.embedding_activations(w)
+    if stage == w.p - 1:
+        return kept + formulas.final_norm_activations(w)
+    return kept + _stream(w)  # the output, which waits for its gradient
+
+
+def _stream(w: Workload) -> int:
+    return w.held_tokens * w.model.hidden_size * w.width
+
+
+def rank_memory(w: Workload, stage: int, data_rank: int = 0) -> RankMemory:
+    """What a rank of `stage` needs.
+
+    The pipeline keeps one buffer to receive hidden states in and one for their gradient (DeepSpeed's PipelineEngine).
+    """
+    between = _stream(w) * ((stage > 0) + (stage < w.p - 1))
+    activations = w.in_flight(stage) * microbatch_activations(w, stage) + between + formulas.rope_tables(w)
+    working = formulas.layer_transient(w)
+    if w.recomputing(stage) and w.recompute == "full":
+        working += formulas.layer_activations(w, "none") - formulas.layer_activations(w, "full")
+    last = stage == w.p - 1
+    logits = formulas.head_gradients(w) + formulas.head_transient(w) if last else 0
+    return RankMemory(
+        **optimizer_memory(w, stage, data_rank),
+        wire=_on_the_wire(w, stage),
+        activations=activations,
+        logits=logits,
+        working=working,
+    )
+
+
+def _on_the_wire(w: Workload, stage: int) -> int:
+    """Two buckets travel at once; each needs room to arrive, and a narrow copy where its buffer is fp32."""
+    if w.wire == "fp32" or w.zero_stage == 0 or w.d == 1:
+        return 0
+    copies = 1 if w.zero_stage == 2 and w.gradient_sharding == "microbatch" else 2
+    return _BUFFERS * copies * BYTES[w.wire] * max(bucket.numel for bucket in bucket_layout(w, stage).buckets)
+
+
+def fullest_stage(w: Workload) -> tuple[int, RankMemory]:
+    """The stage whose ranks need most, and what they need."""
+    plans = [(stage, rank_memory(w, stage)) for stage, _ in w.distinct_stages()]
+    return max(plans, key=lambda plan: plan[1].total)

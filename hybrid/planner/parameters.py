@@ -1,0 +1,144 @@
+"""The parameters of each rank, in the order of the model, and the buckets the optimizer lays them in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid.optim.layout import BucketLayout, build_layout
+from hybrid.planner.workload import Workload
+
+Axis = Literal["sequence", "kv", "tied"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank: its size, and the elements whose gradient other ranks hold in parts."""
+
+    numel: int
+    partial: tuple[int, int] | None = None
+    axis: Axis | None = None
+
+
+def _layer(w: Workload) -> Iterator[Parameter]:
+    """A decoder layer's, in order of registration: norm, qkv, o, norm, gate and up, down."""
+    h, q, kv, f = w.model.hidden_size, w.local_q, w.local_kv, w.local_mlp
+    shared: Axis | None = "sequence" if w.sequence_sharded else None
+    replicated = w.model.num_key_value_heads < w.t
+    norm = Parameter(h, (0, h), shared)
+
+    def fused(columns: int) -> Parameter:
+        return Parameter((q + 2 * kv) * columns, (q * columns, (q + 2 * kv) * columns), "kv" if replicated else None)
+
+    yield norm
+    yield fused(h)
+    if w.model.attention_bias:
+        yield fused(1)
+    yield Parameter(h * q)
+    if w.model.attention_bias:
+        yield norm
+    yield norm
+    yield Parameter(2 * f * h)
+    if w.model.mlp_bias:
+        yield Parameter(2 * f)
+    yield Parameter(h * f)
+    if w.model.mlp_bias:
+        yield norm
+
+
+def _vocabulary(w: Workload, tensor_rank: int) -> Parameter:
+    """The embedding or the head."""
+    h, rows = w.model.hidden_size, w.local_vocab
+    if not w.model.tie_word_embeddings or w.p == 1:
+        return Parameter(rows * h)
+    true_rows = max(0, min(w.model.vocab_size, (tensor_rank + 1) * rows) - min(w.model.vocab_size, tensor_rank * rows))
+    return Parameter(rows * h, (0, true_rows * h), "tied")
+
+
+def stage_parameters(w: Workload, stage: int, tensor_rank: int = 0) -> list[Parameter]:
+    """The parameters of a stage in forward order; a shared one at its first use."""
+    h = w.model.hidden_size
+    parameters = []
+    if stage == 0:
+        parameters.append(_vocabulary(w, tensor_rank))
+    parameters += [parameter for _ in range(w.layers_per_stage[stage]) for parameter in _layer(w)]
+    if stage == w.p - 1:
+        parameters.append(Parameter(h, (0, h), "sequence" if w.sequence_sharded else None))
+        if not (w.model.tie_word_embeddings and w.p == 1):
+            parameters.append(_vocabulary(w, tensor_rank))
+    return parameters
+
+
+def num_stage_parameters(w: Workload, stage: int) -> int:
+    """Elements of a rank's parameters, vocabulary padding included."""
+    return sum(parameter.numel for parameter in stage_parameters(w, stage))
+
+
+def largest_stage(w: Workload) -> int:
+    """Elements of the parameters of the rank that has most."""
+    return max(num_stage_parameters(w, stage) for stage in range(w.p))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a stage's buckets depend on."""
+
+    layer: tuple[int, ...]
+    layers: int
+    vocabulary: int
+    hidden: int
+    first: bool
+    last: bool
+    tied: bool
+    bucket_size: int
+    shards: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(kind: _Kind) -> BucketLayout:
+    shared = kind.tied and kind.first and kind.last
+    sizes = [kind.hidden] * kind.last + list(kind.layer[::-1]) * kind.layers
+    alone = set()
+    if kind.last and not shared:
+        sizes.insert(0, kind.vocabulary)
+        alone.add(0)
+    if kind.first:
+        alone.add(len(sizes))
+        sizes.append(kind.vocabulary)
+    return build_layout(
+        sizes,
+        bucket_size=kind.bucket_size,
+        num_shards=kind.shards,
+        alone=frozenset(alone if kind.tied else ()),
+    )
+
+
+def _kind(w: Workload, stage: int) -> _Kind:
+    return _Kind(
+        layer=tuple(parameter.numel for parameter in _layer(w)),
+        layers=w.layers_per_stage[stage],
+        vocabulary=w.local_vocab * w.model.hidden_size,
+        hidden=w.model.hidden_size,
+        first=stage == 0,
+        last=stage == w.p - 1,
+        tied=w.model.tie_word_embeddings,
+        bucket_size=w.bucket_size,
+        shards=w.d if w.zero_stage > 0 else 1,
+    )
+
+
+def bucket_layout(w: Workload, stage: int) -> BucketLayout:
+    """The optimizer's buckets: items in the order in which backward makes their gradients."""
+    return _layout(_kind(w, stage))
+
+
+@functools.lru_cache(maxsize=1024)
+def _owned(kind: _Kind, shard: int) -> int:
+    return sum(piece.numel for piece in _layout(kind).pieces(shard))
+
+
+def owned_elements(w: Workload, stage: int, data_rank: int) -> int:
+    """Elements whose master copy and moments a rank keeps."""
+    return _owned(_kind(w, stage), data_rank if w.zero_stage > 0 else 0)

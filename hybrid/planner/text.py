@@ -1,0 +1,136 @@
+"""Plans in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid.config.model import num_parameters
+from hybrid.planner.published import Comparison
+from hybrid.planner.search import RESERVE_GIB, Candidate, Found, Request
+from hybrid.planner.workload import Workload
+
+_GIB = 2**30
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines; numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def cell(text: str, width: int) -> str:
+        number = text[:1].isdigit() or text[:1] in "+-"
+        return text.rjust(width) if number else text.ljust(width)
+
+    return ["  ".join(cell(text, width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def layout_name(w: Workload) -> str:
+    """The layout in one word: `TP8+SP PP4 DP2`."""
+    return f"TP{w.t}{'+SP' if w.sequence_sharded else ''} PP{w.p} DP{w.d}"
+
+
+def _gradients(w: Workload) -> str:
+    return "Z2" if w.zero_stage == 2 and w.gradient_sharding == "microbatch" else f"Z{w.zero_stage}"
+
+
+def memory_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """GiB of the fullest rank, part by part."""
+    head = ["layout", "zero", "recompute", "micro", "params", "grads", "states", "buckets", "activations", "logits"]
+    rows = [[*head, "working", "total", "GiB"]]
+    for c in candidates:
+        m, w = c.memory, c.workload
+        parts = (m.parameters, m.gradients, m.states, m.buckets + m.wire, m.activations, m.logits, m.working, m.total)
+        sizes = [f"{part / _GIB:.1f}" for part in parts]
+        rows.append([layout_name(w), _gradients(w), w.recompute, str(w.micro_batch_size), *sizes, f"stage {c.stage}"])
+    return rows
+
+
+def time_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """Seconds of a step by part, and the rates."""
+    head = ["#", "layout", "zero", "recompute", "micro x m", "GiB", "step s", "compute", "tensor", "bubble", "sends"]
+    rows = [[*head, "data", "optimizer", "tokens/s/GPU", "TFLOP/s", "MFU"]]
+    for number, c in enumerate(candidates, start=1):
+        w, t, e = c.workload, c.estimate.time, c.estimate
+        seconds = (t.total, t.compute, t.tensor, t.bubble, t.pipeline, t.data, t.optimizer)
+        row = [str(number), layout_name(w), _gradients(w), w.recompute, f"{w.micro_batch_size} x {w.micro_batches}"]
+        row += [f"{c.memory.total / _GIB:.1f}", *(f"{s:.3f}" for s in seconds)]
+        rows.append([*row, f"{e.tokens_per_second:,.0f}", f"{e.tflops:.0f}", f"{e.mfu:.1%}"])
+    return rows
+
+
+def describe_search(request: Request, found: Found, top: int) -> list[str]:
+    """The answer to a search."""
+    gpu, model = request.gpu, request.model
+    lines = [
+        f"{num_parameters(model) / 1e9:.1f} B parameters on {request.gpus} x {gpu.name}, "
+        f"{request.global_batch} samples of {request.seq_length} tokens a step, {request.precision}",
+        f"a rank may use {gpu.memory_gib - RESERVE_GIB:.1f} of {gpu.memory_gib} GiB "
+        f"({RESERVE_GIB:g} GiB for CUDA, NCCL and fragments)",
+        "",
+    ]
+    shown = found.feasible[:top]
+    if shown:
+        lines += [f"{len(found.feasible)} layouts fit; the fastest, seconds by part:", *aligned(time_rows(shown))]
+        lines += ["", "GiB of the fullest rank by part:", *aligned(memory_rows(shown))]
+    else:
+        lines += ["no layout fits"]
+    lines += ["", *_why_not(found)]
+    return lines
+
+
+def describe_configured(candidate: Candidate) -> list[str]:
+    """A layout as a configuration has it."""
+    return ["", "as configured:", *aligned(time_rows([candidate])), *aligned(memory_rows([candidate]))]
+
+
+def _why_not(found: Found) -> list[str]:
+    lines = []
+    if found.too_large:
+        lines.append(f"{len(found.too_large)} do not fit into memory, the closest:")
+        for c in found.too_large[:5]:
+            parts = {"activations": c.memory.activations, "weights, gradients and states": c.memory.held}
+            parts["logits"] = c.memory.logits
+            main = max(parts, key=lambda name: parts[name])
+            lines.append(
+                f"  {layout_name(c.workload)} micro {c.workload.micro_batch_size}: {c.memory.total / _GIB:.1f} GiB of "
+                f"{c.available / _GIB:.1f} even with {c.workload.recompute} recomputation and "
+                f"{_gradients(c.workload)}, {parts[main] / _GIB:.1f} of it {main}"
+            )
+    if found.excluded:
+        lines.append("ruled out before:")
+        lines += [f"  {reason} ({count})" for reason, count in found.excluded.items()]
+    return lines
+
+
+def describe_scaling(rows: Sequence[tuple[Request, Candidate | None]], title: str) -> list[str]:
+    """The fastest layout of each number of GPUs, and the speed-up over the first that fits."""
+    table = [["GPUs", "batch", "layout", "recompute", "step s", "tokens/s/GPU", "TFLOP/s", "MFU", "speed-up", "ideal"]]
+    base: tuple[int, float] | None = None
+    for request, best in rows:
+        if best is None:
+            table.append([str(request.gpus), str(request.global_batch), "does not fit", *([""] * 7)])
+            continue
+        e, w = best.estimate, best.workload
+        total = e.tokens_per_second * request.gpus
+        base = base or (request.gpus, total)
+        row = [str(request.gpus), str(request.global_batch), f"{layout_name(w)} {_gradients(w)}", w.recompute]
+        row += [f"{e.time.total:.2f}", f"{e.tokens_per_second:,.0f}", f"{e.tflops:.0f}", f"{e.mfu:.1%}"]
+        table.append([*row, f"{total / base[1]:.1f}", f"{request.gpus / base[0]:.1f}"])
+    return [title, *aligned(table)]
+
+
+def describe_published(comparisons: Sequence[Comparison]) -> list[str]:
+    """Predictions beside published figures, with how far they are off."""
+    table = [["run", "layout", "fits as", "published", "predicted", "off", "layout is", "source"]]
+    for c in comparisons:
+        run = c.run
+        row = [run.name, f"TP{run.tp} PP{run.pp} x{run.interleave}"]
+        if c.predicted is None or c.candidate is None or c.error is None:
+            row += ["does not fit", f"{run.tokens_per_second:,.0f}", "-", "-"]
+        else:
+            w = c.candidate.workload
+            row += [f"{_gradients(w)} {w.recompute}", f"{run.tokens_per_second:,.0f}"]
+            row += [f"{c.predicted.tokens_per_second:,.0f}", f"{c.error:+.1%}"]
+        basis = run.layout if run.basis == "step" else f"{run.layout}, {run.basis}"
+        table.append([*row, basis, run.source])
+    notes = [f"  {c.run.name}: {c.run.figure}{'; ' + c.run.note if c.run.note else ''}" for c in comparisons]
+    return ["tokens per second and GPU", *aligned(table), "", "what the sources say:", *notes]

@@ -1,0 +1,120 @@
+"""What is planned for: a model, its layout over the ranks and the batch, and the local sizes that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid.config.model import LlamaConfig
+from hybrid.config.parallel import ParallelConfig, kv_replicas, padded_vocab_size
+from hybrid.config.run import Precision
+from hybrid.optim.policy import GradientSharding
+
+Recompute = Literal["none", "selective", "full"]
+
+BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step of one run. Sizes named `local_*` are those of one tensor-parallel rank."""
+
+    model: LlamaConfig
+    parallel: ParallelConfig
+    layers_per_stage: tuple[int, ...]
+    seq_length: int
+    micro_batch_size: int
+    micro_batches: int
+    """Microbatches of a step on each pipeline (gradient accumulation steps)."""
+    precision: Precision = "bf16"
+    recompute: Recompute = "none"
+    recompute_layers: int | None = None
+    """The first so many layers of each stage recompute; None for all."""
+    zero_stage: Literal[0, 1, 2] = 1
+    gradient_sharding: GradientSharding = "step"
+    bucket_size: int = 40_000_000
+    """Elements."""
+    wire: Precision = "fp32"
+    """Dtype in which gradients travel under stages 1 and 2."""
+    optimizer_states: int = 2
+    """fp32 numbers the optimizer keeps per weight, beside the master copy."""
+    overlap: bool = True
+
+    @property
+    def t(self) -> int:
+        """Tensor-parallel size."""
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def p(self) -> int:
+        """Pipeline stages."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def d(self) -> int:
+        """Data-parallel size."""
+        return self.parallel.data_parallel_size
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or an activation."""
+        return BYTES[self.precision]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def sequence_sharded(self) -> bool:
+        """Hidden states are cut along the sequence."""
+        return self.parallel.sequence_parallel and self.t > 1
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of a microbatch whose hidden states a rank holds between the tensor-parallel regions."""
+        return self.tokens // self.t if self.sequence_sharded else self.tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.tokens * self.micro_batches * self.d
+
+    @property
+    def local_q(self) -> int:
+        """Width of the queries."""
+        return self.model.num_attention_heads * self.model.head_dim // self.t
+
+    @property
+    def local_kv(self) -> int:
+        """Width of the keys, and of the values; a head that several ranks hold counts on each."""
+        heads = self.model.num_key_value_heads * kv_replicas(self.model.num_key_value_heads, self.t) // self.t
+        return heads * self.model.head_dim
+
+    @property
+    def local_mlp(self) -> int:
+        """Width of the gated MLP."""
+        return self.model.intermediate_size // self.t
+
+    @property
+    def local_vocab(self) -> int:
+        """Rows of the embedding and of the head, padding included."""
+        return padded_vocab_size(self.model.vocab_size, self.t) // self.t
+
+    def recomputing(self, stage: int) -> int:
+        """Layers of a stage that recompute."""
+        if self.recompute == "none":
+            return 0
+        layers = self.layers_per_stage[stage]
+        return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches whose activations a stage holds at once under 1F1B (Narayanan et al. 2021)."""
+        return min(self.micro_batches, self.p - stage)
+
+    def distinct_stages(self) -> list[tuple[int, int]]:
+        """(stage, how many are like it) but for the microbatches in flight, of which the one given has most."""
+        counts: dict[tuple[int, bool, bool], list[int]] = {}
+        for stage, layers in enumerate(self.layers_per_stage):
+            counts.setdefault((layers, stage == 0, stage == self.p - 1), []).append(stage)
+        return [(stages[0], len(stages)) for stages in counts.values()]

@@ -1,0 +1,1 @@
+"""One HTML file that says how a run went, from the files it left behind."""

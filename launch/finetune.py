@@ -1,0 +1,33 @@
+"""Fine-tune a LLaMA: deepspeed launch/finetune.py --ds_config z2_tp2 --init_from HF_DIR --data chat.jsonl"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hybrid.config.cli import add_arguments, add_finetune_arguments
+from hybrid.entry import run_or_exit_code
+from hybrid.finetune.arguments import finetune_config
+
+
+def main() -> int:
+    """Parse, check, start the ranks if need be, train; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    add_finetune_arguments(parser)
+    parser.add_argument(
+        "--show_samples", type=int, default=0, metavar="N", help="print N samples, what is learnt in colour"
+    )
+    args = parser.parse_args()
+    run = run_or_exit_code("finetune", args, finetune_config)
+    if isinstance(run, int):
+        return run
+    # Only now: importing torch and DeepSpeed takes seconds, which a wrong configuration should not cost.
+    from hybrid.finetune.data import chat_data
+    from hybrid.trainer import run_training
+
+    return run_training(run, chat_data(args.show_samples), keep_best=run.hybrid.finetune.keep_best)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

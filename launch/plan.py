@@ -1,0 +1,75 @@
+"""Which layout fits, and how fast: python launch/plan.py --model llama3-70b --gpus 64 --gpu h100 --seq_length 8192"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybrid.config.errors import ConfigError
+from hybrid.config.load import find_config, load_config, read_config
+from hybrid.planner.ask import gpu_counts, planner_model, request_of, scaling
+from hybrid.planner.hardware import gpu_names
+from hybrid.planner.published import compare, published_runs
+from hybrid.planner.runs import workload_of
+from hybrid.planner.search import evaluate, search
+from hybrid.planner.text import describe_configured, describe_published, describe_scaling, describe_search
+from hybrid.planner.write import config_of
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="preset, llama-175b, llama-1t, folder with a config.json, or JSON file")
+    parser.add_argument("--gpus", type=gpu_counts, metavar="N[,N...]", help="GPUs; several give a scaling table")
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(gpu_names())}, or a JSON file (default: h100)")
+    parser.add_argument("--seq_length", type=int, help="tokens per sample (default: of --ds_config, or 4096)")
+    parser.add_argument("--global_batch", type=int, help="samples per step (default: of --ds_config, or 1024)")
+    parser.add_argument("--ds_config", metavar="FILE|NAME", help="a configuration whose settings to take over")
+    parser.add_argument("--top", type=int, default=10, help="layouts to show (default: 10)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of a layout")
+    parser.add_argument("--choice", type=int, default=1, metavar="#", help="with --write: which layout (default: 1)")
+    parser.add_argument("--published", action="store_true", help="predictions beside published runs")
+    return parser
+
+
+def main() -> int:
+    """Parse, search, print, write; the exit code."""
+    args = (parser := _parser()).parse_args()
+    try:
+        if not args.published:
+            if args.gpus is None or (args.model is None and args.ds_config is None):
+                parser.error("--gpus and one of --model and --ds_config are needed")
+            return _plan(args)
+        print("\n".join(describe_published(compare(published_runs()))))
+        return 0
+    except ConfigError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    base: dict[str, Any] | None = read_config(find_config(args.ds_config)) if args.ds_config else None
+    requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]
+    if len(requests) > 1:
+        for title, rows in scaling(requests).items():
+            print("\n".join(describe_scaling(rows, title)), end="\n\n")
+        return 0
+    request, found = requests[0], search(requests[0])
+    print("\n".join(describe_search(request, found, args.top)))
+    if args.ds_config and args.model is None:
+        own = evaluate(workload_of(load_config(args.ds_config, world_size=request.gpus)), request.gpu)
+        print("\n".join(describe_configured(own)))
+    if args.write is not None:
+        if not 1 <= args.choice <= len(found.feasible):
+            raise ConfigError([f"--choice {args.choice}: there are {len(found.feasible)} layouts that fit"])
+        model = planner_model(args.model) if args.model else (base or {})["hybrid"]["model"]
+        tree = config_of(found.feasible[args.choice - 1].workload, model, base)
+        args.write.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        print(f"\nwrote {args.write}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

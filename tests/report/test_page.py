@@ -1,0 +1,138 @@
+"""The report of real small runs: their engines' memory, traffic and timeline, and metrics made up beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.llama import SMALL, make_batches, make_engine, my_batches, small_config
+
+from hybrid.config.errors import ConfigError
+from hybrid.config.load import load_config
+from hybrid.metrics.meter import TrafficMeter, summarize
+from hybrid.metrics.observer import Observer
+from hybrid.metrics.recorder import MetricsRecorder, Throughput
+from hybrid.report.data import load_run
+
+ROOT = Path(__file__).parents[2]
+STEPS, SEQ, MICRO_BATCHES = 120, 8, 4
+
+
+def config_tree(pp: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 2 * MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "hybrid": {
+            "pipeline_model_parallel_size": pp,
+            "model": SMALL,
+            "data": {"seq_length": SEQ},
+            "training": {"train_steps": STEPS},
+        },
+    }
+
+
+def observe(folder: Path, pp: int) -> None:
+    """Train a few steps and leave behind what the trainer leaves behind."""
+    config = small_config()
+    engine, grid = make_engine(config, pp=pp, micro_batches=MICRO_BATCHES, seq=SEQ)
+    observer = Observer(engine, grid, folder, profile_steps=[2], straggler_every=3)
+    batches = iter(my_batches(make_batches(4 * MICRO_BATCHES, 2, SEQ, config.vocab_size), grid, MICRO_BATCHES))
+    traffic = {}
+    for step in (1, 2, 3):
+        with observer.step(step):
+            engine.train_batch(batches)
+    with TrafficMeter(grid) as meter:
+        engine.train_batch(batches)
+        engine.optimizer.wait_parameters()
+    traffic = summarize(meter.calls)
+    ranks = observer.memory_by_rank(engine.optimizer)
+    if grid.rank == 0:
+        summary = {"memory_bytes": ranks[0]["memory_bytes"], "ranks": ranks, "traffic_of_one_step": traffic}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def make_run(pool: Any, folder: Path, pp: int, offset: float) -> Path:
+    folder.mkdir()
+    (folder / "tree.json").write_text(json.dumps(config_tree(pp)))
+    (folder / "config.json").write_text(load_config(str(folder / "tree.json"), world_size=pp).to_json())
+    pool.run(observe, pp, folder, pp)
+    throughput = Throughput(devices=pp, flops_per_token=1e6, peak_flops=1e9)
+    with MetricsRecorder(folder, rank=0, total_steps=STEPS) as recorder:
+        for step in range(1, STEPS + 1):
+            skipped = step == 40
+            recorder.record_step(
+                throughput.metrics(
+                    step=step, loss=2 + 3 * math.exp(-step / 30) + 0.1 * math.sin(step * 2.3) + offset,
+                    grad_norm=math.nan if skipped else 1 + math.cos(step) ** 2, lr=1e-3 * min(1, step / 20),
+                    tokens=64, step_time=0.1 + 0.01 * offset, peak_memory_bytes=10**9, skipped=skipped,
+                )
+            )  # fmt: skip
+            if step % 40 == 0:
+                recorder.record_evaluation(step=step, eval_loss=2.1 + offset, eval_tokens=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Any, tmp_path_factory: Any) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [make_run(pool, folder / "two-stages", 2, 0.0), make_run(pool, folder / "one-stage", 1, 0.3)]
+
+
+def test_what_was_measured_is_what_was_planned(runs: list[Path]) -> None:
+    for path in runs:
+        run = load_run(path)
+        assert run.planned_traffic() == run.traffic
+        assert [row.rank for row in run.ranks] == list(range(run.workload.p))
+        for row in run.ranks:
+            planned = run.planned_memory(row.stage)
+            assert row.measured == {key: getattr(planned, key) for key in row.measured}
+        assert run.skipped == [40] and len(run.column("grad_norm")[1]) == STEPS - 1
+        assert sorted(run.timelines) == [2] and len(run.timelines[2]) == run.workload.p
+        assert all((path / "profile" / f"step-2-rank-{rank}.json").is_file() for rank in range(run.workload.p))
+
+
+def test_the_page(runs: list[Path], tmp_path: Path) -> None:
+    output = tmp_path / "report.html"
+    command = [sys.executable, "launch/report.py", *map(str, runs), "--output", str(output)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = output.read_text()
+    pictures = sorted(path for path in tmp_path.iterdir() if path.suffix == ".png")
+    assert page.count("<img") == len(pictures) >= 11
+    assert set(done.stdout.split()) == {str(output), *map(str, pictures)}
+    for path in pictures:
+        data = path.read_bytes()
+        width, height = struct.unpack(">II", data[16:24])
+        assert data[:4] == b"\x89PNG" and width > 800 and height > 150
+    for words in ("two-stages", "one-stage", "skipped steps", "40", "Every collective was planned", "(p - 1) / m"):
+        assert words in page, words
+
+
+def test_a_half_written_line_and_a_missing_summary(runs: list[Path], tmp_path: Path) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((runs[0] / name).read_bytes())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 121, "lo')
+    run = load_run(tmp_path)
+    assert len(run.steps) == STEPS and not run.ranks and not run.traffic
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not the folder of a run: it has no config.json and no metrics.jsonl"):
+        load_run(tmp_path)
