@@ -21,7 +21,7 @@ from hybrid.config.batch import (
 from hybrid.config.deepspeed import deepspeed_problems
 from hybrid.config.errors import ConfigError, shown, unknown_key
 from hybrid.config.layout import balanced_split, layout_problems, schedule_problems, world_problems
-from hybrid.config.model import LlamaConfig, parse_hf, read_model_json
+from hybrid.config.model import LlamaConfig, num_parameters, parse_hf, read_model_json
 from hybrid.config.optimizer import resolve_optimizer
 from hybrid.config.parallel import ParallelConfig
 from hybrid.config.run import Precision, RunConfig
@@ -30,6 +30,8 @@ from hybrid.config.training import HybridConfig, hybrid_paths
 _MIN_BUCKET = 40_000_000
 _BUCKET_PER_REPLICA = 1_000_000
 """Elements. A ring of d ranks sends bucket / d at a time, which must stay large enough to fill the network."""
+_FEWEST_BUCKETS = 8
+"""Of a small model: what is in its last bucket is not reduced behind the backward pass, and stage 2 holds two."""
 
 
 def resolve_config(
@@ -130,8 +132,12 @@ def _merge_deepspeed_keys(tree: Mapping[str, Any], section: dict[str, Any], prob
         return
     schedule = training.get("lr_schedule")
     if tree.get("scheduler") is None:
-        if schedule is None:
-            training.pop("lr_schedule", None)
+        if "lr_schedule" in training and schedule is None:
+            problems.append(
+                "hybrid.training.lr_schedule is null and there is no scheduler section: name a schedule, for example "
+                '{"type": "constant"}, or leave the key out'
+            )
+            del training["lr_schedule"]
         return
     if schedule is not None:
         problems.append(
@@ -177,9 +183,10 @@ def _precision(tree: Mapping[str, Any]) -> Precision:
 
 def _resolved(tree: Mapping[str, Any], hybrid: HybridConfig, model: LlamaConfig, batch: Batch) -> RunConfig:
     """Fill in the defaults of a sound tree."""
+    tp, pp = hybrid.tensor_model_parallel_size, hybrid.pipeline_model_parallel_size
     parallel = ParallelConfig(
-        tensor_model_parallel_size=hybrid.tensor_model_parallel_size,
-        pipeline_model_parallel_size=hybrid.pipeline_model_parallel_size,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         data_parallel_size=batch.data_parallel_size,
         sequence_parallel=hybrid.sequence_parallel,
     )
@@ -191,6 +198,7 @@ def _resolved(tree: Mapping[str, Any], hybrid: HybridConfig, model: LlamaConfig,
     bucket = zero.get("reduce_bucket_size", "auto")
     if bucket == "auto":
         bucket = max(_MIN_BUCKET, _BUCKET_PER_REPLICA * batch.data_parallel_size)
+        bucket = min(bucket, -(-num_parameters(model) // (tp * pp * _FEWEST_BUCKETS)))
     optimizer_type, optimizer_params = resolve_optimizer(tree.get("optimizer", {}))
     clipping = float(tree.get("gradient_clipping", 1.0))
     communication_dtype: Precision = tree.get("communication_data_type", "fp32")

@@ -168,7 +168,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: store.read(name) for name in store.tensors}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(SLOW_KILLS, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("kills", [3, pytest.param(SLOW_KILLS, marks=[pytest.mark.slow, pytest.mark.timeout(6000)])])
 def test_killed_and_resumed_runs_end_as_the_undisturbed_one(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -179,7 +179,7 @@ def test_killed_and_resumed_runs_end_as_the_undisturbed_one(
     if kills == SLOW_KILLS and "slow" not in request.config.getoption("markexpr"):
         pytest.skip("takes minutes: run with -m slow")
     tokens, generator = write_tokens(tmp_path), random.Random(kills)
-    train_steps = 6 * kills
+    train_steps = 4 * kills
     layout = (1, 1, 2, 2)
     common = {"train_steps": train_steps, "model": {"num_hidden_layers": 2}}
     for rank in start_ranks(tree(tmp_path / "whole", tokens, layout, **common, save_every=0), 2):
@@ -190,7 +190,7 @@ def test_killed_and_resumed_runs_end_as_the_undisturbed_one(
     for kill in range(kills):
         ranks = start_ranks(config, 2)
         # From the first new checkpoint on, so that each launch gets somewhere; the last ones may finish the run.
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400  # the machine may be busy
         while max(steps(root), default=0) <= newest and all(rank.is_alive() for rank in ranks):
             assert time.monotonic() < deadline
             time.sleep(0.01)

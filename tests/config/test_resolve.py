@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid.config.errors import ConfigError
+from hybrid.config.model import num_parameters
 from hybrid.config.resolve import resolve_config
 from hybrid.config.run import RunConfig
 
@@ -86,8 +87,14 @@ def test_precision(ds: dict[str, Any], precision: str) -> None:
 
 
 def test_bucket_size() -> None:
-    assert resolve().reduce_bucket_size == 40_000_000
-    assert resolve(world_size=64).reduce_bucket_size == 64_000_000
+    big = {"model": "llama3-8b"}
+    assert resolve(hybrid=big).reduce_bucket_size == 40_000_000
+    assert resolve(world_size=64, hybrid=big).reduce_bucket_size == 64_000_000
+    # A small model still has several: the last one's reduction has no backward to run behind.
+    demo = resolve()
+    assert demo.reduce_bucket_size == -(-num_parameters(demo.model) // 8)
+    halves = resolve(world_size=2, hybrid={"tensor_model_parallel_size": 2})
+    assert halves.reduce_bucket_size == -(-num_parameters(demo.model) // 16)
     assert resolve(zero_optimization={"reduce_bucket_size": 5e8}).reduce_bucket_size == 500_000_000
 
 
@@ -101,6 +108,8 @@ def test_overlap_comm_is_our_overlap() -> None:
 def test_one_learning_rate_schedule() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
     assert resolve(scheduler=scheduler).hybrid.training.lr_schedule is None
+    with pytest.raises(ConfigError, match="lr_schedule is null and there is no scheduler"):
+        resolve(hybrid={"training": {"lr_schedule": None}})
     training = {"lr_schedule": {"type": "constant"}}
     (problem,) = violations({"training": training}, scheduler=scheduler)
     assert "scheduler and hybrid.training.lr_schedule" in problem and "remove one" in problem
