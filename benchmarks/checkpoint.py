@@ -78,12 +78,12 @@ def main() -> None:
     grid = build_grid(base.parallel, base.model.num_key_value_heads)
     engine = build_engine(base, grid, device)
     engine.optimizer.inner.step()  # makes the moments
+    before = process.memory_full_info().uss
     for name, asynchronous in (("sync", False), ("async", True)):
         run = resolve_config(
             {**tree, "hybrid": {**tree["hybrid"], "checkpoint": {"async": asynchronous, "keep_last": 1}}}, 1
         )
         checkpointer = Checkpointer(run, grid)
-        before = process.memory_full_info().uss
         result[name] = stalls(engine, checkpointer, run)
         result[f"{name}_extra_bytes"] = process.memory_full_info().uss - before
         checkpointer.finish()

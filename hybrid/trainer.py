@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from hybrid.agreement import RemoteError, from_rank_zero, rank_zero_first, rank_zero_only
+from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only
 from hybrid.build import build_engine
 from hybrid.checkpoint.checkpointer import Checkpointer
 from hybrid.checkpoint.compatible import check_compatible
@@ -22,25 +21,21 @@ from hybrid.checkpoint.restore import find_checkpoint, restore
 from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, DataSpec, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
-from hybrid.environment import init_distributed, set_up_logging
 from hybrid.grid import Grid, build_grid
 from hybrid.limits import Limits
 from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.memory import peak_memory_bytes
 from hybrid.metrics.meter import TrafficMeter, summarize
+from hybrid.metrics.observer import Observer
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
 from hybrid.optim.state import memory_bytes
+from hybrid.planner.banner import banner
 from hybrid.signals import StopSignals
-from hybrid.watchdog import start_watchdog
 
 logger = logging.getLogger(__name__)
 
 METERED_STEP = 1
 """Steps before the one whose traffic is counted: the first has start-up effects, more would delay the answer."""
-
-_VERDICT_SECONDS = 2.0
-_LINGER_SECONDS = 60.0
-
 
 OpenData = Callable[[RunConfig], DataModule]
 
@@ -109,6 +104,13 @@ class Trainer:
             flops_per_token=flops_per_token(run.model, run.hybrid.data.seq_length),
             peak_flops=_peak_flops(device, run.precision),
         )
+        self._observer = Observer(
+            self.engine,
+            self.grid,
+            self.output,
+            profile_steps=run.hybrid.profile.steps,
+            straggler_every=run.hybrid.profile.straggler_every,
+        )
         self._best = BestModel(self.output) if keep_best else None
         self._recorder = MetricsRecorder(
             self.output,
@@ -137,6 +139,8 @@ class Trainer:
             CheckpointError: checkpoints could not be written.
         """
         settings = self.run.hybrid.training
+        if self.grid.rank == 0:
+            logger.info("%s", "\n".join(banner(self.run, self.step)))
         with BatchLoader(
             self.data.train,
             micro_batch_size=self.run.micro_batch_size,
@@ -181,12 +185,13 @@ class Trainer:
         lr = self.engine.get_lr()[0]
         start = time.perf_counter()
         self.engine.optimizer.raise_flags((self._limits.asked, self.checkpointer.failed))
-        if self.step + 1 == self._first_step + METERED_STEP:
-            with TrafficMeter(self.grid) as meter:
+        with self._observer.step(self.step + 1):
+            if self.step + 1 == self._first_step + METERED_STEP:
+                with TrafficMeter(self.grid) as meter:
+                    self.engine.train_batch(batches)
+                self._traffic = summarize(meter.calls)
+            else:
                 self.engine.train_batch(batches)
-            self._traffic = summarize(meter.calls)
-        else:
-            self.engine.train_batch(batches)
         elapsed = time.perf_counter() - start
         result = self.engine.optimizer.result
         assert result is not None
@@ -210,10 +215,17 @@ class Trainer:
             self.checkpointer.report()
 
     def _summarize(self) -> None:
-        """RUN/summary.json: the bytes rank 0 held and moved, as measured."""
-        summary = {"memory_bytes": memory_bytes(self.engine.optimizer), "traffic_of_one_step": self._traffic}
-        if self.grid.rank == 0:
-            (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        """RUN/summary.json: the bytes each rank holds, and those rank 0 moves in a step, as measured."""
+        ranks = self._observer.memory_by_rank(self.engine.optimizer)
+        if self.grid.rank != 0:
+            return
+        held = memory_bytes(self.engine.optimizer)
+        summary = {"memory_bytes": held, "traffic_of_one_step": self._traffic, "ranks": ranks}
+        (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        logger.info("rank 0 holds %s", ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in held.items()))
+        for axis, ops in self._traffic.items():
+            moved = ", ".join(f"{op} {entry['payload_bytes'] / 2**20:,.2f} MiB" for op, entry in ops.items())
+            logger.info("and moves on the %s axis in a step: %s", axis, moved)
 
     def evaluate(self) -> float | None:
         """Loss per token of the held-out data, or None without any; a collective call."""
@@ -242,34 +254,3 @@ def _peak_flops(device: torch.device, precision: Precision) -> float | None:
 
 def _without_init(run: RunConfig) -> RunConfig:
     return replace(run, hybrid=run.hybrid.model_copy(update={"init_from": None}))
-
-
-def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_best: bool = False) -> int:
-    """Start the process group, train, and end it; what the launch scripts call.
-
-    Args:
-        open_data, keep_best: as `Trainer`.
-
-    Returns:
-        The exit code, as `Trainer.train`.
-    """
-    with StopSignals() as signals:
-        device = init_distributed()
-        set_up_logging(dist.get_rank())
-        watchdog = start_watchdog()
-        trainer = None
-        try:
-            trainer = Trainer(run, device, signals, open_data, keep_best=keep_best)
-            code = trainer.train()
-        except Exception as error:
-            # A peer that died is seen as a lost connection somewhere; the watchdog knows whose.
-            lost = isinstance(error, RuntimeError) and not isinstance(error, RemoteError)
-            if watchdog is not None and lost and (verdict := watchdog.verdict(_VERDICT_SECONDS)):
-                error.add_note(verdict)
-            elif trainer is not None:
-                trainer.checkpointer.linger(_LINGER_SECONDS)
-            raise
-        if watchdog is not None:
-            watchdog.close()
-    dist.destroy_process_group()
-    return code

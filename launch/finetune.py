@@ -24,7 +24,7 @@ def main() -> int:
         return run
     # Only now: importing torch and DeepSpeed takes seconds, which a wrong configuration should not cost.
     from hybrid.finetune.data import chat_data
-    from hybrid.trainer import run_training
+    from hybrid.session import run_training
 
     return run_training(run, chat_data(args.show_samples), keep_best=run.hybrid.finetune.keep_best)
 

@@ -17,7 +17,7 @@ def main() -> int:
     if isinstance(run, int):
         return run
     # Only now: importing torch and DeepSpeed takes seconds, which a wrong configuration should not cost.
-    from hybrid.trainer import run_training
+    from hybrid.session import run_training
 
     return run_training(run)
 

@@ -138,7 +138,7 @@ def rank_process(config: dict[str, Any], rank: int, world_size: int, port: int) 
     os.dup2(null, 1)
     os.dup2(null, 2)
     from hybrid.config.resolve import resolve_config
-    from hybrid.trainer import run_training
+    from hybrid.session import run_training
 
     sys.exit(run_training(resolve_config(config, world_size)))
 

@@ -20,7 +20,13 @@ from hybrid.convert.sources import open_checkpoint
 from hybrid.convert.verify import compare_checkpoints
 
 TIED = {"tie_word_embeddings": True}
-ODD: dict[str, Any] = {"hidden_size": 36, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6, "intermediate_size": 52}
+ODD: dict[str, Any] = {
+    "hidden_size": 36,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "intermediate_size": 52,
+}
 BIASED = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}
 
 MOVES: list[tuple[Layout, Layout, dict[str, Any], dict[str, Any]]] = [

@@ -62,3 +62,11 @@ def test_help_names_the_shipped_configs_and_the_paths(capsys: pytest.CaptureFixt
         parse("--help")
     text = capsys.readouterr().out
     assert "z2_tp2" in text and "hybrid.training.train_steps" in text and "local_rank" not in text
+
+
+def test_checkpoint_flags() -> None:
+    got = run("--save_every", "5", "--keep_last", "2", "--keep_every", "100", "--max_wall_time", "1:00:00").hybrid
+    assert (got.training.save_every, got.training.max_wall_time) == (5, 3600.0)
+    assert (got.checkpoint.keep_last, got.checkpoint.keep_every, got.checkpoint.asynchronous) == (2, 100, True)
+    stopped = run("--stop_after_steps", "3", "--set", "hybrid.checkpoint.async=false").hybrid
+    assert stopped.training.stop_after_steps == 3 and not stopped.checkpoint.asynchronous

@@ -1,0 +1,60 @@
+"""One launch on one rank: the process group, the watch over the others, the run, and how its failures are told."""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+
+from hybrid.agreement import RemoteError
+from hybrid.config.run import RunConfig
+from hybrid.environment import init_distributed, set_up_logging
+from hybrid.signals import StopSignals
+from hybrid.trainer import OpenData, Trainer, open_text_data
+from hybrid.watchdog import start_watchdog
+
+EXIT_REFUSED = 2
+"""Exit code of a run whose files or data are not what its configuration says."""
+
+_VERDICT_SECONDS = 2.0
+_LINGER_SECONDS = 60.0
+
+
+def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_best: bool = False) -> int:
+    """Start the process group, train, and end it; what the launch scripts call.
+
+    Args:
+        open_data, keep_best: as `Trainer`.
+
+    Returns:
+        The exit code, as `Trainer.train`, or EXIT_REFUSED.
+    """
+    with StopSignals() as signals:
+        device = init_distributed()
+        set_up_logging(dist.get_rank())
+        watchdog = start_watchdog()
+        trainer = None
+        try:
+            trainer = Trainer(run, device, signals, open_data, keep_best=keep_best)
+            code = trainer.train()
+        except Exception as error:
+            # A peer that died is seen as a lost connection somewhere; the watchdog knows whose.
+            lost = isinstance(error, RuntimeError) and not isinstance(error, RemoteError)
+            if watchdog is not None and lost and (verdict := watchdog.verdict(_VERDICT_SECONDS)):
+                error.add_note(verdict)
+            elif trainer is not None:
+                trainer.checkpointer.linger(_LINGER_SECONDS)
+            if trainer is not None or not isinstance(error, (ValueError, OSError, RemoteError)):
+                raise
+            code = _refuse(error)
+        if watchdog is not None:
+            watchdog.close()
+    dist.destroy_process_group()
+    return code
+
+
+def _refuse(error: Exception) -> int:
+    """Say once what a user can mend: the other ranks were told by the one that found it."""
+    if not isinstance(error, RemoteError):
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+    return EXIT_REFUSED
