@@ -54,6 +54,7 @@ def open_text_data(run: RunConfig) -> DataModule:
             cache_dir=hybrid.data.cache_dir,
             text_key=hybrid.data.text_key,
             reset_attention=hybrid.data.reset_attention,
+            train_samples=run.train_samples,
         )
     )
 
@@ -183,6 +184,8 @@ class Trainer:
 
     def _train_step(self, batches: BatchLoader) -> None:
         lr = self.engine.get_lr()[0]
+        samples = self.run.batch_size_at(batches.samples_consumed)
+        self.engine.set_train_batch_size(samples)
         start = time.perf_counter()
         self.engine.optimizer.raise_flags((self._limits.asked, self.checkpointer.failed))
         with self._observer.step(self.step + 1):
@@ -203,7 +206,7 @@ class Trainer:
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 lr=lr,
-                tokens=self.run.tokens_per_step,
+                tokens=samples * self.run.hybrid.data.seq_length,
                 step_time=elapsed,
                 peak_memory_bytes=peak_memory_bytes(self._device),
                 skipped=result.skipped,

@@ -157,6 +157,29 @@ def test_fp16_with_a_monitor_and_deepspeeds_schedule(tmp_path):
     assert [float(row.split(",")[1]) for row in logged] == pytest.approx([line["loss"] for line in lines], rel=1e-5)
 
 
+def test_the_batch_grows(tmp_path):
+    """4, then 8, 12 and 16 samples; the loss is still that of the samples, whatever the layout."""
+    losses = {}
+    for pipe in (1, 2):
+        settings = {
+            "hybrid.tensor_model_parallel_size": 1,
+            "hybrid.sequence_parallel": "false",
+            "hybrid.pipeline_model_parallel_size": pipe,
+            "train_micro_batch_size_per_gpu": 4 // pipe,
+            "hybrid.training.batch_rampup": '{"start": 4, "increment": 4, "samples": 24}',
+        }
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        run = tmp_path / str(pipe)
+        code, output = start(
+            "python", "launch/pretrain.py", "--ds_config", "z2_tp2", *short(run, *words, "--train_steps", "5")
+        )
+        assert code == 0, output
+        lines = read_lines(run / "metrics.jsonl")
+        assert [line["tokens"] // 32 for line in lines] == [4, 4, 8, 12, 16]
+        losses[pipe] = [line["loss"] for line in lines]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-4)
+
+
 def test_wrong_settings_are_refused_before_any_work(tmp_path):
     began = time.monotonic()
     code, output = start(
@@ -173,9 +196,13 @@ def test_dry_run_prints_the_rank_map():
     assert code == 0 and "vocabulary" in output.lower() and "128256" in output
 
 
-def test_a_missing_data_file_ends_every_rank_with_its_name(tmp_path):
+@pytest.mark.parametrize("flag", ["--data", "--init_from", "--output_dir", "--resume"])
+def test_a_folder_that_is_not_there_ends_every_rank_with_its_name(tmp_path, flag):
+    """One message, no traceback, whichever rank finds it."""
+    (tmp_path / "file").touch()
+    missing = tmp_path / "file" / "below"
     code, output = start(
-        "python", "launch/pretrain.py", "--ds_config", "z2_tp2", "--data", tmp_path / "none.jsonl",
-        *short(tmp_path / "run"),
-    )  # fmt: skip
-    assert code != 0 and "none.jsonl" in output
+        "python", "launch/pretrain.py", "--ds_config", "z2_tp2", *short(tmp_path / "run"), flag, missing
+    )
+    assert code == 2, output
+    assert output.count(str(missing)) >= 1 and "Traceback" not in output

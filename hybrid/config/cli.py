@@ -18,7 +18,7 @@ _HELP = {
     "data": "demo, or .jsonl, .txt or .parquet files, or a blend: WEIGHT PATH WEIGHT PATH ...",
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",
-    "resume": "auto (default: the newest complete checkpoint, if any), latest (also without a value), none, or a folder",
+    "resume": "auto (default: the newest complete checkpoint), latest (also without a value), none, or a folder",
     "init_from": "folder with Hugging Face weights to start from",
     "save_every": "steps between checkpoints; 0: only at the end",
     "keep_last": "delete all but the newest so many checkpoints; 0: keep all",

@@ -24,6 +24,7 @@ from hybrid.config.layout import balanced_split, layout_problems, schedule_probl
 from hybrid.config.model import LlamaConfig, num_parameters, parse_hf, read_model_json
 from hybrid.config.optimizer import resolve_optimizer
 from hybrid.config.parallel import ParallelConfig
+from hybrid.config.rampup import BatchRampup
 from hybrid.config.run import Precision, RunConfig
 from hybrid.config.training import HybridConfig, hybrid_paths
 
@@ -57,6 +58,8 @@ def resolve_config(
         found += layout_problems(hybrid, model)
     found += schedule_problems(hybrid)
     batch = _read_batch(tree, hybrid, world_size, found)
+    if batch is not None:
+        found += _rampup_problems(hybrid, batch)
     found += deepspeed_problems(tree, hybrid.pipeline_model_parallel_size)
     if found:
         raise ConfigError(list(dict.fromkeys(found)), where)
@@ -173,6 +176,19 @@ def _read_batch(
         return None
     grid = f"world size {world_size} / (tensor {tp} x pipeline {pp})"
     return solve_batch(given, world_size // (tp * pp), grid, problems)
+
+
+def _rampup_problems(hybrid: HybridConfig, batch: Batch) -> list[str]:
+    """Whether the sizes of the ramp-up arrive at the global batch, and the grid can cut them."""
+    rampup = hybrid.training.batch_rampup
+    if rampup is None:
+        return []
+    try:
+        sizes = BatchRampup(final=batch.global_size, **rampup.model_dump())
+        sizes.check(batch.micro_size, batch.data_parallel_size)
+    except ValueError as error:
+        return [f"hybrid.training.batch_rampup: {error}"]
+    return []
 
 
 def _precision(tree: Mapping[str, Any]) -> Precision:

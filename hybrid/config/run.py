@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig
+from hybrid.config.rampup import BatchRampup
 from hybrid.config.training import HybridConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -52,6 +53,22 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Positions per optimizer step, masked ones included."""
         return self.global_batch_size * self.hybrid.data.seq_length
+
+    def batch_size_at(self, samples_consumed: int) -> int:
+        """Samples of the step that begins when so many were consumed."""
+        rampup = self._rampup
+        return self.global_batch_size if rampup is None else rampup.global_batch_size(samples_consumed)
+
+    @property
+    def train_samples(self) -> int:
+        """Samples of the whole run."""
+        steps, rampup = self.hybrid.training.train_steps, self._rampup
+        return steps * self.global_batch_size if rampup is None else rampup.samples_after(steps)
+
+    @property
+    def _rampup(self) -> BatchRampup | None:
+        given = self.hybrid.training.batch_rampup
+        return None if given is None else BatchRampup(final=self.global_batch_size, **given.model_dump())
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as a file that gives the same run again, whatever becomes of the model's folder."""

@@ -53,6 +53,17 @@ class LrScheduleConfig(_Section):
     """wsd: the last steps of the run, in which the rate falls linearly. Default: a tenth of train_steps."""
 
 
+class BatchRampupConfig(_Section):
+    """A global batch that grows at the start of training, up to DeepSpeed's `train_batch_size`."""
+
+    start: int = Field(ge=1)
+    """Samples of the first step."""
+    increment: int = Field(ge=1)
+    """Samples by which it grows at a time."""
+    samples: int = Field(ge=0)
+    """Samples over which it grows, at even distances."""
+
+
 class TrainingConfig(_Section):
     """The course of a run."""
 
@@ -64,6 +75,8 @@ class TrainingConfig(_Section):
     """Folder for metrics, checkpoints and the final model. Default output."""
     lr_schedule: LrScheduleConfig | None = LrScheduleConfig()
     """Learning-rate schedule; null where DeepSpeed's `scheduler` section is used instead. Default cosine."""
+    batch_rampup: BatchRampupConfig | None = None
+    """Growth of the global batch. Default: none."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out data; 0 never evaluates. Default 0."""
     eval_batches: int = Field(default=4, ge=1)

@@ -240,3 +240,14 @@ def test_rules_are_in_the_words_of_json() -> None:
 def test_numbers_are_finite(section: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError, match=path):
         resolve_config({"train_batch_size": 4, **section}, world_size=1)
+
+
+def test_batch_rampup() -> None:
+    rampup = {"start": 2, "increment": 2, "samples": 10}
+    run = resolve({"training": {"batch_rampup": rampup}}, train_batch_size=6)
+    assert [run.batch_size_at(consumed) for consumed in (0, 4, 5, 9, 10)] == [2, 2, 4, 4, 6]
+    assert resolve(train_batch_size=6).batch_size_at(0) == 6
+    found = violations({"training": {"batch_rampup": {**rampup, "increment": 3}}}, train_batch_size=6)
+    matching(found, "batch_rampup", "by 3", "does not arrive")
+    found = violations({"training": {"batch_rampup": rampup}}, train_batch_size=6, train_micro_batch_size_per_gpu=3)
+    matching(found, "batch_rampup", "[2, 4]", "micro batch 3")

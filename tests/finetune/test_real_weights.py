@@ -18,7 +18,7 @@ from hybrid.config.resolve import resolve_config
 from hybrid.finetune.data import chat_data
 from hybrid.trainer import Trainer
 
-pytestmark = [pytest.mark.real_weights, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real_weights, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FORM = re.compile(r'\{"a": \d+, "b": \d+, "sum": \d+\}')
 QUESTIONS = ["What is 3 plus 5?", "Add 7 and 2.", "4 + 4 = ?"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.data.rampup import BatchRampup
+from hybrid.config.rampup import BatchRampup
 
 
 def test_the_batch_grows_at_even_distances() -> None:
