@@ -25,7 +25,7 @@ CLUSTER = {
     "accelerate launch --config_file launch/accelerate_two_nodes.yaml launch/pretrain.py --ds_config llama3_8b_tp4_pp2",
     "sbatch launch/slurm/pretrain.sbatch",
 }
-"""Commands that need two nodes: tests/launch/test_examples.py reads their files, here their configuration is read."""
+"""Commands that need two nodes: tests/launch/test_examples.py reads their files."""
 
 
 @pytest.fixture(scope="module")

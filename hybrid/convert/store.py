@@ -136,9 +136,13 @@ class FilePiece:
 
     def copy(self, index: tuple[slice, ...], out: Raw) -> None:
         shape, dtype = self.entry.shape, raw_dtype(self.entry.dtype)
-        if out.flags.c_contiguous and _full(index[1:], shape[1:]):
-            row = math.prod(shape[1:]) * dtype.itemsize
-            self.file.read_into(out, self.entry.position + index[0].start * row)
+        if _full(index[1:], shape[1:]) and (out.flags.c_contiguous or out.nbytes <= 2 * CHUNK_BYTES):
+            # Read, not mapped: a page fault costs more than the copy of the page.
+            rows = out if out.flags.c_contiguous else np.empty(out.shape, dtype)
+            start = index[0].start * math.prod(shape[1:]) * dtype.itemsize
+            self.file.read_into(rows, self.entry.position + start)
+            if rows is not out:
+                np.copyto(out, rows)
             return
         data = self.file.mapped()[self.entry.position : self.entry.position + self.entry.nbytes]
         np.copyto(out, np.ndarray(shape, dtype, data)[index])
