@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from hybrid.config.describe import describe
 from hybrid.config.errors import ConfigError
@@ -40,3 +43,24 @@ def run_or_exit_code(program: str, args: argparse.Namespace, resolve: Resolve) -
         return 2
     prepare_process()
     return run
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run a script's `main` and end the process with its exit code, without taking the interpreter down.
+
+    There gloo's threads abort the process if a peer closed its connections a moment earlier, and the launcher would
+    read the abort as this rank's failure.
+    """
+    try:
+        code = main()
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()  # of trackers, which send what they hold
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from hybrid.config.cli import add_arguments, add_finetune_arguments
-from hybrid.entry import run_or_exit_code
+from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import finetune_config
 
 
@@ -30,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from hybrid.config.cli import add_arguments, run_config_from_args
-from hybrid.entry import run_or_exit_code
+from hybrid.entry import leave, run_or_exit_code
 
 
 def main() -> int:
@@ -23,4 +22,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)
