@@ -88,7 +88,13 @@ def test_frozen_first_layers_with_recomputation(pool, recompute):
         assert worst <= 1e-5
 
 
+def refusal(*args, **kwargs):
+    try:
+        run(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+
+
 def test_a_model_frozen_as_a_whole_is_refused_on_every_rank(pool):
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient") as error:
-        pool.run(run, 2, {}, ("model", "lm_head"), [], {}, pp=2)
-    assert "rank 1: ValueError" in "".join(error.value.__notes__)
+    for message in pool.run(refusal, 2, {}, ("model", "lm_head"), [], {}, pp=2):
+        assert message is not None and "no parameter of the model requires a gradient" in message
