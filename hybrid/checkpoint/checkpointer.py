@@ -88,7 +88,7 @@ class Checkpointer:
         job.rng = rng_state(engine.device, engine.module.tp.rng)
         if self._grid.rank == 0:
             directory.begin(self.root, progress.step)
-            dtype = str(engine.optimizer.params[0].dtype).removeprefix("torch.")
+            dtype = str(engine.optimizer.dtype).removeprefix("torch.")
             layout = Layout(
                 tensor_model_parallel_size=self._run.parallel.tensor_model_parallel_size,
                 layers_per_stage=self._run.layers_per_stage,

@@ -49,7 +49,7 @@ def saved_parts(optimizer: DistributedOptimizer, module: nn.Module, grid: Grid) 
 
 def _pieces(optimizer: DistributedOptimizer) -> Iterator[tuple[str | None, Piece, torch.Tensor]]:
     """(state, piece, values); no state is the weight itself, which in an fp32 model is the master too."""
-    weights_are_masters = optimizer.params[0].dtype == torch.float32
+    weights_are_masters = optimizer.dtype == torch.float32
     for kind, piece, flat in named_state(optimizer):
         if kind == MASTER:
             yield None, piece, optimizer.parameters.view(piece)

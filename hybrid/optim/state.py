@@ -52,7 +52,7 @@ def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], updates
 def memory_bytes(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
     # The masters of an fp32 model are the parameters.
-    shared = optimizer.params[0].dtype == torch.float32
+    shared = optimizer.dtype == torch.float32
     states = sum(tensor.nbytes for kind, _, tensor in named_state(optimizer) if not (shared and kind == MASTER))
     return {
         "parameters": optimizer.parameters.nbytes,
