@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 # Before torch is imported by any test file: two threads on a busy core are slower than one, and no test may go online.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from support.pool import WorkerPool
+
+
+def pytest_report_header() -> str:
+    names = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "safetensors", "numpy")
+    return "versions: " + ", ".join(f"{name} {version(name)}" for name in names)
 
 
 @pytest.fixture(scope="session")

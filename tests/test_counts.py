@@ -136,7 +136,7 @@ DEEP = {**MODEL, "num_hidden_layers": 16, "vocab_size": 256}
 
 def test_gradients_leave_before_the_last_gemm(pool):
     for _, flops, calls in pool.run(traced_step, 2, DEEP, 2, {"stage": 1, "bucket_size": 60_000}):
-        reductions = [call for call in calls if call[:2] == ("data", "reduce_scatter")]
+        reductions = [call for call in calls if call[:2] == ("data", "all_to_all")]
         early = sum(payload for _, _, payload, issued_at, _, _ in reductions if issued_at < flops)
         assert early >= 0.95 * sum(call[2] for call in reductions)
 

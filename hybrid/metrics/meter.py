@@ -17,17 +17,19 @@ _NAMES = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
+    "alltoall_base_": "reduce_scatter",
     "broadcast_": "broadcast",
     "send": "send",
 }
-"""c10d operators that put bytes on the wire. A receive is the other end of a send and counts there."""
+"""c10d operators that put bytes on the wire. A receive is the other end of a send and counts there.
+
+The only all-to-all here is a reduce-scatter whose pieces are summed where they arrive (optim/gradients.py).
+"""
 
 _RING_PASSES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda size: 2 * (size - 1) / size,
     "all_gather": lambda size: (size - 1) / size,
     "reduce_scatter": lambda size: (size - 1) / size,
-    "all_to_all": lambda size: (size - 1) / size,
     "broadcast": lambda size: 1.0,
     "send": lambda size: 1.0,
 }

@@ -203,7 +203,7 @@ class DistributedOptimizer:
         square_sum, bad_ranks, loss_sum, tokens, *raised = totals.tolist()
         flags = tuple(count > 0 for count in raised)
         if bad_ranks or not tokens:
-            self._skip(loss_sum, int(tokens), norm_and_flag[1], flags)
+            self._skip(loss_sum, int(tokens), flags)
             return
         scale = self.settings.nominal_tokens / (tokens * self.loss_scale)
         grad_norm = square_sum**0.5 * scale
@@ -218,13 +218,15 @@ class DistributedOptimizer:
         if self.scaler is not None:
             self.scaler.update(overflow=False)
 
-    def _skip(self, loss_sum: float, tokens: int, flag: torch.Tensor, raised: tuple[bool, ...]) -> None:
+    def _skip(self, loss_sum: float, tokens: int, raised: tuple[bool, ...]) -> None:
         if tokens:
             flags = torch.zeros(self._grid.world_size, device=self._device)
-            flags[self._grid.rank] = flag
+            flags[self._grid.rank] = not self.gradients.made_finite()
             if self._grid.world_size > 1:
                 dist.all_reduce(flags)
-            reason = f"the gradient is not finite on rank(s) {flags.nonzero().flatten().tolist()}"
+            ranks = flags.nonzero().flatten().tolist()
+            # Large finite parts can have a sum that is not.
+            reason = "the gradient is not finite" + (f" on rank(s) {ranks}" if ranks else " once summed over the ranks")
         else:
             reason = "the global batch has no supervised token"
         self.skips += 1

@@ -27,30 +27,40 @@ _POOL_SIZE = 2
 Reduced = Callable[[], torch.Tensor]
 
 
+def _reduces_in_place(buffer: torch.Tensor, wire: torch.dtype) -> bool:
+    """Whether the sum comes about in the buffer itself, without copies that travel."""
+    # gloo's reduce-scatter moves the bytes of an all-reduce and takes twice the time of its all-to-all.
+    return wire == torch.float32 and not buffer.is_cpu
+
+
 def start_reduction(
     buffer: torch.Tensor, shard: tuple[int, int], group: dist.ProcessGroup, wire: torch.dtype
 ) -> Reduced:
     """Begin to sum `buffer` over the group; the returned call waits and gives the fp32 sum of `buffer[start:stop]`.
 
-    In fp32 the sum lies in the buffer itself. With a narrower wire dtype the addition is still in fp32: the pieces
-    travel by all-to-all, which moves the bytes of a reduce-scatter, and are summed where they arrive.
+    Whatever the wire dtype, the addition is in fp32. Where a reduce-scatter cannot do that the pieces travel by
+    all-to-all, which moves the same bytes, and are summed where they arrive.
     """
     start, stop = shard
-    if wire == torch.float32:
+    if _reduces_in_place(buffer, wire):
         mine = buffer[start:stop]
-        work = reduce_scatter_single(mine, buffer, group=group, async_op=True)
-    else:
-        sent = buffer.to(wire)
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        scattered = reduce_scatter_single(mine, buffer, group=group, async_op=True)
 
-    def reduced() -> torch.Tensor:
-        work.wait()
-        if wire == torch.float32:
+        def in_place() -> torch.Tensor:
+            scattered.wait()
             return mine
+
+        return in_place
+    sent = buffer.to(wire)
+    received = torch.empty_like(sent)
+    exchanged = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    assert exchanged is not None
+
+    def summed() -> torch.Tensor:
+        exchanged.wait()
         return received.view(-1, stop - start).sum(dim=0, dtype=torch.float32)
 
-    return reduced
+    return summed
 
 
 class GradientBuckets(ABC):
@@ -71,6 +81,7 @@ class GradientBuckets(ABC):
         self._next = 0
         self._missing: list[int] = []
         self._in_flight: deque[Callable[[], None]] = deque()
+        self._norms: list[torch.Tensor] = []
         for index, param in enumerate(params):
             param.register_post_accumulate_grad_hook(self._hook(index))
 
@@ -99,8 +110,16 @@ class GradientBuckets(ABC):
     def _launch_ready(self) -> None:
         buckets = self._layout.buckets
         while self._next < len(buckets) and self._missing[self._next] == 0:
-            self._launch(buckets[self._next])
+            bucket = buckets[self._next]
+            gradients = self._complete(bucket)
+            # The sum over ranks does not tell whose part was not finite.
+            self._norms.extend(torch._foreach_norm([gradients[i.start : i.stop] for i in bucket.placements]))
+            self._reduce(bucket, gradients)
             self._next += 1
+
+    def made_finite(self) -> bool:
+        """Whether what this rank's own backwards put into this step's sums was finite; synchronises the device."""
+        return not self._norms or bool(torch.isfinite(torch.stack(self._norms)).all())
 
     @abstractmethod
     def _communicates(self, last: bool) -> bool:
@@ -111,24 +130,28 @@ class GradientBuckets(ABC):
         """Take the gradient autograd left in the parameter."""
 
     @abstractmethod
-    def _launch(self, bucket: Bucket) -> None:
-        """All gradients of a bucket that this backward makes are there, and it is the bucket's turn."""
+    def _complete(self, bucket: Bucket) -> torch.Tensor:
+        """The flat gradients of a bucket whose turn it is, zero where no backward made one."""
 
-    def _complete_oldest(self) -> None:
+    @abstractmethod
+    def _reduce(self, bucket: Bucket, gradients: torch.Tensor) -> None:
+        """Begin to sum a bucket over the data-parallel ranks."""
+
+    def _finish_oldest(self) -> None:
         self._in_flight.popleft()()
 
     def finish(self) -> None:
         """Wait until `view` holds this step's sums over microbatches and data-parallel ranks."""
         while self._in_flight:
-            self._complete_oldest()
+            self._finish_oldest()
 
     @abstractmethod
     def view(self, piece: Piece) -> torch.Tensor:
         """The reduced fp32 gradient of a piece of this rank's shard, flat; the same storage in every step."""
 
-    @abstractmethod
     def reset(self) -> None:
         """Forget the step's gradients."""
+        self._norms.clear()
 
     @property
     @abstractmethod
@@ -189,31 +212,35 @@ class StepGradients(GradientBuckets):
             self._touched[index] = True
         param.grad = None
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _complete(self, bucket: Bucket) -> torch.Tensor:
         for item in bucket.placements:
             if not self._touched[item.index]:
                 self._views[item.index].zero_()
-        group, buffer = self._group, self._buffers[bucket.index]
-        if group is None:
+        return self._buffers[bucket.index]
+
+    def _reduce(self, bucket: Bucket, gradients: torch.Tensor) -> None:
+        if self._group is None:
             return
         if self._all_reduce:
-            work = dist.all_reduce(buffer, group=group, async_op=True)
+            work = dist.all_reduce(gradients, group=self._group, async_op=True)
             assert work is not None
             self._in_flight.append(work.wait)
             return
-        if self._wire != torch.float32 and len(self._in_flight) == _POOL_SIZE:
-            self._complete_oldest()  # bounds the memory of the copies that are on the wire
+        in_place = _reduces_in_place(gradients, self._wire)
+        if not in_place and len(self._in_flight) == _POOL_SIZE:
+            self._finish_oldest()  # bounds the memory of the copies that travel
         start, stop = bucket.shard_range(self._shard)
-        reduced = start_reduction(buffer, (start, stop), group, self._wire)
+        reduced = start_reduction(gradients, (start, stop), self._group, self._wire)
 
-        def complete() -> None:
+        def finish() -> None:
             result = reduced()
-            if self._wire != torch.float32:
-                buffer[start:stop].copy_(result)
+            if not in_place:
+                gradients[start:stop].copy_(result)
 
-        self._in_flight.append(complete)
+        self._in_flight.append(finish)
 
     def reset(self) -> None:
+        super().reset()
         self._touched = [False] * len(self._params)
 
 
@@ -280,11 +307,11 @@ class MicrobatchGradients(GradientBuckets):
         buffer = self._filling.get(bucket.index)
         if buffer is None:
             if not self._free:
-                self._complete_oldest()
+                self._finish_oldest()
             buffer = self._filling[bucket.index] = self._free.pop()
         return buffer
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _complete(self, bucket: Bucket) -> torch.Tensor:
         buffer = self._buffer(bucket)
         for item in bucket.placements:
             if item.index in self._received:
@@ -293,19 +320,23 @@ class MicrobatchGradients(GradientBuckets):
                 self._store(item.index, buffer)
             else:
                 buffer[item.start : item.stop].zero_()
-        del self._filling[bucket.index]
+        return buffer[: bucket.numel]
+
+    def _reduce(self, bucket: Bucket, gradients: torch.Tensor) -> None:
+        buffer = self._filling.pop(bucket.index)
         assert self._group is not None
-        reduced = start_reduction(buffer[: bucket.numel], bucket.shard_range(self._shard), self._group, self._wire)
+        reduced = start_reduction(gradients, bucket.shard_range(self._shard), self._group, self._wire)
         first, shard = self._first, self._shards[bucket.index]
 
-        def complete() -> None:
+        def finish() -> None:
             if first:
                 shard.copy_(reduced())
             else:
                 shard.add_(reduced())
             self._free.append(buffer)
 
-        self._in_flight.append(complete)
+        self._in_flight.append(finish)
 
     def reset(self) -> None:
+        super().reset()
         self._first = True

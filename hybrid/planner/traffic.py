@@ -29,7 +29,7 @@ from hybrid.planner.workload import BYTES, Workload
 _STEP_NUMBERS = 6
 """fp64: square sum, overflow, loss, tokens, and two flags of the run."""
 
-_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Times the payload goes round a ring, but for the one part that each rank has already (Thakur et al. 2005)."""
 
 
@@ -106,7 +106,6 @@ def data_transfers(w: Workload, stage: int) -> list[Transfer]:
         return []
     by_microbatch = w.zero_stage == 2 and w.gradient_sharding == "microbatch"
     times = w.micro_batches if by_microbatch else 1
-    narrow = w.wire != "fp32"
     transfers = []
     for bucket in bucket_layout(w, stage).buckets:
 
@@ -116,7 +115,7 @@ def data_transfers(w: Workload, stage: int) -> list[Transfer]:
         if w.zero_stage == 0:
             transfers.append(move("all_reduce", 4, 1))
         else:
-            transfers.append(move("all_to_all" if narrow else "reduce_scatter", BYTES[w.wire], times))
+            transfers.append(move("reduce_scatter", BYTES[w.wire], times))
             transfers.append(move("all_gather", w.width, 1))
     return transfers
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]
 
 
 def load_and_export(config, tp, pp, source, output, dtype, limit):
-    export.MAX_SHARD_BYTES = limit
     module, grid = build(config, tp, pp, dtype)
     load_weights(module, config, source)
-    export_hf(module, grid, config, output, lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    with mock.patch.object(export, "MAX_SHARD_BYTES", limit):
+        export_hf(module, grid, config, output, lambda folder: (folder / "tokenizer.json").write_text("{}"))
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "biases", "kv_below_tp", "mqa", "extended", "odd_layers"])

@@ -4,15 +4,7 @@ import functools
 
 import pytest
 import torch
-from support.llama import (
-    compare_with,
-    make_batches,
-    make_engine,
-    my_batches,
-    reference_loss,
-    reference_model,
-    small_config,
-)
+from support.llama import make_batches, make_engine, reference_model, small_config, train_engine, train_reference
 
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 53}
 STEPS, SAMPLES, SEQ = 20, 112, 4  # 112 samples are any of 1, 4, 7 microbatches of 1, 2, 4 ranks
@@ -28,40 +20,17 @@ CASES = [(1, 100), (4, 3000), (7, 10**7)]
 @functools.cache
 def reference(name):
     """Samples of every step, the losses and the final weights."""
-    model = reference_model(small_config(**MODEL), 5)
-    kind, options = TORCH[name]
-    plain = {"weight_decay": 0.0}
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-    optimizer = kind([{"params": matrices}, {"params": vectors, **plain}], **options)
     steps = [make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"], seed=step) for step in range(STEPS)]
-    losses = []
-    for batches in steps:
-        optimizer.zero_grad()
-        loss = reference_loss(model, batches)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return steps, losses, {key: param.detach().clone() for key, param in model.named_parameters()}
+    return steps, *train_reference(reference_model(small_config(**MODEL), 5), steps, *TORCH[name])
 
 
 def train(name, steps, weights, stage, micro_batches, tp=1, pp=1, **kwargs):
-    config = small_config(**MODEL)
-    options = TORCH[name][1]
-    dp = torch.distributed.get_world_size() // (tp * pp)
-    count = micro_batches * dp
+    count = micro_batches * torch.distributed.get_world_size() // (tp * pp)
     engine, grid = make_engine(
-        config, tp=tp, pp=pp, stage=stage, micro_batches=micro_batches, batch=SAMPLES // count, seq=SEQ,
-        optimizer=name, options=options, **kwargs,
+        small_config(**MODEL), tp=tp, pp=pp, stage=stage, micro_batches=micro_batches, batch=SAMPLES // count, seq=SEQ,
+        optimizer=name, options=TORCH[name][1], **kwargs,
     )  # fmt: skip
-    losses = []
-    for batches in steps:
-        ids, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        cut = list(zip(ids.chunk(count), labels.chunk(count), strict=True))
-        engine.train_batch(iter(my_batches(cut, grid, micro_batches)))
-        losses.append(engine.optimizer.result.loss)
-    engine.optimizer.wait_parameters()
-    return losses, compare_with(engine.module, weights, lambda p: p.detach())
+    return train_engine(engine, grid, steps, micro_batches, weights)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"pp{layout[0]}dp{layout[1]}")

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from support.llama import (
-    compare_with,
     make_batches,
     make_engine,
     my_batches,
-    reference_loss,
     reference_model,
     small_config,
+    train_engine,
+    train_reference,
 )
 
 SIX_HEADS = {"hidden_size": 36, "num_attention_heads": 6, "intermediate_size": 66, "num_key_value_heads": 3}
@@ -32,46 +32,23 @@ def samples_of(seq, count, vocab, step, masks):
 
 def reference(changes, seq, count, masks, optimizer):
     config = small_config(**changes)
-    model = reference_model(config, 5)
-    kind, options, _ = OPTIMIZERS[optimizer]
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-    inner = kind([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options)
     steps = [samples_of(seq, count, config.vocab_size, step, masks) for step in range(STEPS)]
-    losses = []
-    for batches in steps:
-        if all((labels == -100).all() for _, labels in batches):
-            losses.append(0.0)
-            continue
-        inner.zero_grad()
-        loss = reference_loss(model, batches)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        inner.step()
-        losses.append(loss.item())
-    return steps, losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return steps, *train_reference(reference_model(config, 5), steps, *OPTIMIZERS[optimizer][:2])
 
 
 def run(changes, steps, weights, seq, count, micro_batches, optimizer, **kwargs):
     _, options, more = OPTIMIZERS[optimizer]
     dp = torch.distributed.get_world_size() // (kwargs.get("tp", 1) * kwargs.get("pp", 1))
-    parts = micro_batches * dp
     engine, grid = make_engine(
         small_config(**changes),
         micro_batches=micro_batches,
-        batch=count // parts,
+        batch=count // (micro_batches * dp),
         seq=seq,
         optimizer=optimizer,
         options={**options, **more},
         **kwargs,
     )
-    losses = []
-    for batches in steps:
-        ids, labels = (torch.cat(column) for column in zip(*batches, strict=True))
-        cut = list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
-        engine.train_batch(iter(my_batches(cut, grid, micro_batches)))
-        losses.append(engine.optimizer.result.loss)
-    engine.optimizer.wait_parameters()
-    return losses, compare_with(engine.module, weights, lambda p: p.detach())
+    return train_engine(engine, grid, steps, micro_batches, weights)
 
 
 def check(pool, world, changes=None, *, seq=8, count=8, micro_batches=2, masks="", optimizer="SGD", **kwargs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import llama
-from support.llama import compare_with, make_batches, my_batches, reference_loss, reference_model, small_config
+from support.llama import make_batches, reference_model, small_config, train_engine, train_reference
 
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.params import named_segments
@@ -29,17 +29,8 @@ def reference(changes, frozen):
     model = reference_model(small_config(**changes), 5)
     for name, param in model.named_parameters():
         param.requires_grad_(not any(part in name for part in frozen))
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    steps, losses = [make_batches(4, 2, SEQ, VOCAB, seed=step) for step in range(STEPS)], []
-    for batches in steps:
-        optimizer.zero_grad()
-        loss = reference_loss(model, batches)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return steps, losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+    steps = [make_batches(4, 2, SEQ, VOCAB, seed=step) for step in range(STEPS)]
+    return steps, *train_reference(model, steps, torch.optim.SGD, {"lr": 0.1})
 
 
 def run(changes, frozen, steps, weights, **kwargs):
@@ -51,12 +42,7 @@ def run(changes, frozen, steps, weights, **kwargs):
         )
     finally:
         llama.LlamaPipeline = LlamaPipeline
-    losses = []
-    for batches in steps:
-        engine.train_batch(iter(my_batches(batches, grid, 2)))
-        losses.append(engine.optimizer.result.loss)
-    engine.optimizer.wait_parameters()
-    return losses, compare_with(engine.module, weights, lambda p: p.detach())
+    return train_engine(engine, grid, steps, 2, weights)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

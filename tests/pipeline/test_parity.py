@@ -5,13 +5,15 @@ import functools
 import pytest
 import torch
 from support.llama import (
-    compare_with,
     make_batches,
     make_engine,
     my_batches,
+    recut,
     reference_loss,
     reference_model,
     small_config,
+    train_engine,
+    train_reference,
 )
 
 from hybrid.model.init import initial_tensor
@@ -49,13 +51,6 @@ def arguments(layout):
 
 def world(layout):
     return layout[0] * layout[1] * layout[2]
-
-
-def cut(batches, micro_batches, dp):
-    """The same samples as `micro_batches` microbatches of each of `dp` ranks."""
-    ids, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    count = micro_batches * dp
-    return list(zip(ids.chunk(count), labels.chunk(count), strict=True))
 
 
 @functools.cache
@@ -99,7 +94,7 @@ def gradient_errors(layout, tie, stage, micro_batches, batches, gradients):
         real_step()
 
     optimizer.step = step_and_compare
-    engine.train_batch(iter(my_batches(cut(batches, micro_batches, layout[2]), grid, micro_batches)))
+    engine.train_batch(iter(my_batches(recut(batches, micro_batches * layout[2]), grid, micro_batches)))
     return optimizer.result.loss, optimizer.result.grad_norm, worst
 
 
@@ -122,26 +117,15 @@ def test_loss_and_gradients(pool, layout):
 STEPS = 20
 
 
+ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-6}
+
+
 @functools.cache
 def reference_training(tie):
     """Samples of 20 steps, the loss of each, and the final weights, with torch's AdamW."""
+    steps = [make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"], seed=step) for step in range(STEPS)]
     model = reference_model(small_config(**MODEL, tie_word_embeddings=tie), SEED)
-    batches = [make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"], seed=step) for step in range(STEPS)]
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = reference_loss(model, batches[step])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return batches, losses, {key: param.detach().clone() for key, param in model.named_parameters()}
+    return steps, *train_reference(model, steps, torch.optim.AdamW, ADAMW)
 
 
 def train(layout, tie, stage, batches, weights):
@@ -153,7 +137,7 @@ def train(layout, tie, stage, batches, weights):
         stage=stage,
         micro_batches=micro_batches,
         batch=SAMPLES // (micro_batches * layout[2]),
-        options={"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-6},
+        options=ADAMW,
     )
 
     def initial(hf_name, shape):
@@ -167,12 +151,7 @@ def train(layout, tie, stage, batches, weights):
         for segment in param_spec(param).segments
     }
     same_start = all(torch.equal(p.detach(), expected_local(p, fresh)) for p in engine.module.parameters())
-    losses = []
-    for step in range(STEPS):
-        engine.train_batch(iter(my_batches(cut(batches[step], micro_batches, layout[2]), grid, micro_batches)))
-        losses.append(engine.optimizer.result.loss)
-    engine.optimizer.wait_parameters()
-    return same_start, losses, compare_with(engine.module, weights, lambda p: p.detach())
+    return same_start, *train_engine(engine, grid, batches, micro_batches, weights)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)

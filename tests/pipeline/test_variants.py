@@ -7,38 +7,24 @@ import warnings
 import pytest
 import torch
 from support.llama import (
-    compare_with,
     make_batches,
     make_engine,
     my_batches,
-    reference_loss,
+    recut,
     reference_model,
     small_config,
+    train_engine,
+    train_reference,
 )
 
 VOCAB, SAMPLES, SEQ, STEPS = 131, 8, 8, 3
 SGD = {"optimizer": "SGD", "options": {"lr": 0.1}}
 
 
-def split(batches, count):
-    ids, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    return list(zip(ids.chunk(count), labels.chunk(count), strict=True))
-
-
 def reference(changes):
     """Samples of each step, the losses of SGD with clipping, and the weights after it."""
-    model = reference_model(small_config(**changes), 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = [make_batches(SAMPLES, 1, SEQ, VOCAB, seed=step) for step in range(STEPS)]
-    losses = []
-    for batches in steps:
-        optimizer.zero_grad()
-        loss = reference_loss(model, batches)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return steps, losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return steps, *train_reference(reference_model(small_config(**changes), 5), steps, torch.optim.SGD, {"lr": 0.1})
 
 
 cached_reference = functools.cache(lambda items: reference(dict(items)))
@@ -46,14 +32,7 @@ cached_reference = functools.cache(lambda items: reference(dict(items)))
 
 def run(changes, steps, weights, micro_batches=2, **kwargs):
     engine, grid = make_engine(small_config(**changes), micro_batches=micro_batches, **SGD, **kwargs)
-    dp = grid.parallel.data_parallel_size
-    losses = []
-    for batches in steps:
-        loss = engine.train_batch(iter(my_batches(split(batches, micro_batches * dp), grid, micro_batches)))
-        losses.append(engine.optimizer.result.loss)
-        assert loss.item() == pytest.approx(losses[-1])
-    engine.optimizer.wait_parameters()
-    return losses, compare_with(engine.module, weights, lambda p: p.detach())
+    return train_engine(engine, grid, steps, micro_batches, weights)
 
 
 def check(pool, world, changes=(), **kwargs):
@@ -139,7 +118,7 @@ def first_loss(dtype, **kwargs):
     engine, grid = make_engine(small_config(), dtype=dtype, batch=4, seq=SEQ, micro_batches=2, **kwargs)
     steps, _, _ = reference({})
     dp = grid.parallel.data_parallel_size
-    batches = my_batches(split(steps[0], 2 * dp), grid, 2)
+    batches = my_batches(recut(steps[0], 2 * dp), grid, 2)
     engine.train_batch(iter(batches))
     dtypes = {param.dtype for param in engine.module.parameters()}
     floating = {b.dtype for b in engine.module.buffers() if b.is_floating_point()}

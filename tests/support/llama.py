@@ -76,6 +76,30 @@ def reference_loss(model: Any, batches: list[Any]) -> torch.Tensor:
     return total / tokens
 
 
+def train_reference(
+    model: Any, steps: list[list[Any]], kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss of each step and the final weights of one process with torch's optimizer, the norm clipped at 1.
+
+    Norms and biases do not decay; a step without a label changes nothing, and its loss counts as 0.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == wide] for wide in (True, False))
+    optimizer = kind([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options)  # type: ignore[call-arg]
+    losses = []
+    for batches in steps:
+        if all((labels == -100).all() for _, labels in batches):
+            losses.append(0.0)
+            continue
+        optimizer.zero_grad()
+        loss = reference_loss(model, batches)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
 def make_engine(
     config: LlamaConfig,
     *,
@@ -140,6 +164,26 @@ def my_batches(batches: list[Any], grid: Grid, micro_batches: int) -> list[Any]:
     per_step = micro_batches * dp
     start = grid.data_rank * micro_batches
     return [b for i, b in enumerate(batches) if start <= i % per_step < start + micro_batches]
+
+
+def recut(batches: list[Any], count: int) -> list[Any]:
+    """The same samples as `count` microbatches."""
+    ids, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return list(zip(ids.chunk(count), labels.chunk(count), strict=True))
+
+
+def train_engine(
+    engine: HybridEngine, grid: Grid, steps: list[list[Any]], micro_batches: int, weights: dict[str, torch.Tensor]
+) -> tuple[list[float], float]:
+    """The loss of each step, its samples in so many microbatches a rank, and the final weights' largest error."""
+    losses = []
+    for batches in steps:
+        cut = recut(batches, micro_batches * grid.parallel.data_parallel_size)
+        engine.train_batch(iter(my_batches(cut, grid, micro_batches)))
+        assert engine.optimizer.result is not None
+        losses.append(engine.optimizer.result.loss)
+    engine.optimizer.wait_parameters()
+    return losses, compare_with(engine.module, weights, lambda p: p.detach())
 
 
 def compare_with(module: LlamaPipeline, tensors: dict[str, torch.Tensor], values: Any) -> float:
