@@ -9,9 +9,11 @@ distributed optimizer).
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -82,17 +84,17 @@ class GradientBuckets(ABC):
         self._missing: list[int] = []
         self._in_flight: deque[Callable[[], None]] = deque()
         self._norms: list[torch.Tensor] = []
+        # The garbage collector does not see what a tensor's hook holds: a hook that held this would keep it for ever.
+        this = weakref.ref(self)
         for index, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(self._hook(index))
+            param.register_post_accumulate_grad_hook(partial(_collect, this, index))
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def collect(_: torch.Tensor) -> None:
-            self._receive(index)
-            if self._launching:
-                self._missing[self._bucket_of[index].index] -= 1
-                self._launch_ready()
-
-        return collect
+    def receive(self, index: int) -> None:
+        """Take the gradient that a backward left in a parameter, and launch the buckets it completes."""
+        self._receive(index)
+        if self._launching:
+            self._missing[self._bucket_of[index].index] -= 1
+            self._launch_ready()
 
     def begin_microbatch(self, last: bool) -> None:
         """Called before a microbatch's backward; `last` marks the step's last one."""
@@ -162,6 +164,12 @@ class GradientBuckets(ABC):
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers the gradients pass through on their way there."""
         return 0
+
+
+def _collect(buckets: weakref.ref[GradientBuckets], index: int, _: torch.Tensor) -> None:
+    alive = buckets()
+    if alive is not None:
+        alive.receive(index)
 
 
 class StepGradients(GradientBuckets):

@@ -1,5 +1,8 @@
 """The optimizer's memory and traffic against its table, and when it communicates."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.llama import make_batches, make_engine, my_batches, small_config
@@ -176,3 +179,22 @@ def evaluate_twice(stage):
 def test_evaluation_sees_the_last_step(pool, stage):
     for at_once, after in pool.run(evaluate_twice, 2, stage):
         assert at_once == after
+
+
+def still_alive(stage, **layout):
+    """What is left of an engine after a step when its user has let go of it."""
+    config = small_config()
+    engine, grid = make_engine(config, stage=stage, **layout)
+    batches = make_batches(grid.parallel.data_parallel_size, 2, 8, config.vocab_size)
+    engine.train_batch(iter(my_batches(batches, grid, 1)))
+    parts = {"engine": engine, "optimizer": engine.optimizer, "gradients": engine.optimizer.gradients}
+    references = {name: weakref.ref(part) for name, part in {**parts, "weights": engine.optimizer.params[0]}.items()}
+    del engine, grid, parts
+    gc.collect()
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+def test_an_engine_leaves_nothing_behind(pool, layout):
+    for stage in (1, 2):
+        assert pool.run(still_alive, 2, stage, **layout) == [[], []]
