@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.alone import Step
@@ -50,6 +53,39 @@ class Pair:
         return max(self.before.stalled, self.after.stalled) <= limit
 
 
+FIRST_STEPS = 2
+"""Whose losses are kept. The first step also allocates; it shows weights and data, the second the update."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A contestant that runs, and the losses of its first steps: means over the processes."""
+
+    step: Step
+    losses: tuple[float, ...]
+
+
+def start(build: Callable[[], Step]) -> Started | str:
+    """Build a contestant and take its first steps; or the error, of the first rank that has one. A collective call.
+
+    An error that only some ranks meet between two collectives leaves the others waiting for them.
+    """
+    error, losses = "", [torch.tensor(0.0)] * FIRST_STEPS
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while it builds
+            step = build()
+            losses = [step() for _ in range(FIRST_STEPS)]
+    except Exception as problem:  # whatever a peer raises at the installed version
+        error = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        return next(filter(None, errors))
+    means = torch.stack([loss.detach().float().cpu() for loss in losses])
+    dist.all_reduce(means)
+    return Started(step, tuple((means / dist.get_world_size()).tolist()))
+
+
 def stall_seconds() -> float:
     """Seconds since boot in which some process waited for a core; 0 where the kernel does not say."""
     if not PRESSURE.exists():
@@ -74,8 +110,7 @@ def interleave(
     ideal: Step, contestants: Mapping[Key, Step], *, pairs: int, limit: float, rounds: int
 ) -> dict[Key, list[Pair]]:
     """At least `pairs` pairs each, quiet ones if `rounds` rounds have enough of them; a collective call."""
-    for step in (ideal, *contestants.values()):
-        timed(step)  # the first step allocates
+    timed(ideal)  # the first step allocates; the contestants have had theirs
     found: dict[Key, list[Pair]] = {name: [] for name in contestants}
     for _ in range(rounds):
         before = timed(ideal)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.alone import Step
-from benchmarks.workload import CLIPPING, OPTIMIZER, Workload
+from benchmarks.workload import CLIPPING, OPTIMIZER, SEED, Workload
 from hybrid.config.parallel import ParallelConfig
 from hybrid.grid import build_grid
 from hybrid.optim.build import optimizer_factory
@@ -40,7 +40,7 @@ def build_engine(
         layers_per_stage=workload.layers_per_stage if pp > 1 else (config.num_hidden_layers,),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        seed=0,
+        seed=SEED,
     )
     ds_config = {
         "train_batch_size": workload.sequences,
@@ -72,8 +72,9 @@ def package_step(engine: HybridEngine, workload: Workload) -> Step:
     data = engine.grid.get_data_parallel_rank()
     batches = workload.batches(engine.micro_batches, seed=data)
 
-    def step() -> None:
-        engine.train_batch(iter(batches))
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine.train_batch(iter(batches))
         engine.optimizer.wait_parameters()
+        return loss
 
     return step

@@ -4,7 +4,9 @@
 
 Everything trains the same model, in bf16 and on one thread a process. Steps are interleaved in one run: each lies
 between two steps of the ideal, a bare loop over the same layers in which every process does its share alone. Pairs in
-which another process took a core from the ideal are replaced as far as `--rounds` allows.
+which another process took a core from the ideal are replaced as far as `--rounds` allows. The losses of everyone's
+first two steps are compared with this package's; a peer that cannot run at the installed version is listed with its
+error.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid.environment import prepare_process
 from hybrid.launcher import spawn_ranks, this_command
+
+if TYPE_CHECKING:
+    from benchmarks.alone import Step
+    from benchmarks.report import Row
+    from benchmarks.workload import Workload
 
 NAMES = ("single", "dp2", "dp2-z2", "tp2", "tp2-sp", "pp2")
 RANKS = "BENCHMARK_RANKS"
 RESULTS = "BENCHMARK_RESULTS"
 """Set for the processes that measure: how many they are, and where rank 0 leaves its rows."""
+
+Key = tuple[str, str]
+"""Layout and contestant."""
 
 
 def parse() -> argparse.Namespace:
@@ -44,7 +55,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.alone import bare_loop
-    from benchmarks.contestants import LAYOUTS, steps
+    from benchmarks.contestants import LAYOUTS
     from benchmarks.measure import interleave
     from benchmarks.report import make_row
     from benchmarks.workload import FULL, SMALL
@@ -58,16 +69,34 @@ def measure(args: argparse.Namespace) -> None:
     chosen = [name for name in args.layouts if LAYOUTS[name].ranks == ranks]
     rows = []
     for share in dict.fromkeys(LAYOUTS[name].share for name in chosen):
-        contestants = {
-            (name, who): step for name in chosen if LAYOUTS[name].share == share for who, step in steps(name, workload)
-        }
+        steps, found = line_up([name for name in chosen if LAYOUTS[name].share == share], workload)
         ideal = bare_loop(workload.share(share))
         rounds = max(args.rounds, args.pairs)
-        found = interleave(ideal, contestants, pairs=args.pairs, limit=args.limit, rounds=rounds)
-        rows += [make_row(name, who, pairs, args.limit) for (name, who), pairs in found.items()]
+        pairs = interleave(ideal, steps, pairs=args.pairs, limit=args.limit, rounds=rounds)
+        rows += [make_row(row, pairs[key], args.limit) if key in pairs else row for key, row in found.items()]
     if os.environ["RANK"] == "0":
         Path(os.environ[RESULTS]).write_text(json.dumps([asdict(row) for row in rows]))
     torch.distributed.destroy_process_group()
+
+
+def line_up(names: list[str], workload: Workload) -> tuple[dict[Key, Step], dict[Key, Row]]:
+    """The steps of all contestants that run, and everybody's row; a collective call."""
+    from benchmarks.contestants import PACKAGE, comparable, started
+    from benchmarks.report import Row, same_losses
+
+    steps, rows = {}, {}
+    for name in names:
+        reference: tuple[float, ...] = ()
+        for who, contestant in started(name, workload):
+            if isinstance(contestant, str):
+                rows[name, who] = Row(layout=name, who=who, error=contestant)
+                continue
+            steps[name, who], losses = contestant.step, contestant.losses
+            if who == PACKAGE:
+                reference = losses
+            same = same_losses(losses, reference) if comparable(name, who) else None
+            rows[name, who] = Row(layout=name, who=who, losses=losses, same_losses=same)
+    return steps, rows
 
 
 def main() -> int:

@@ -3,41 +3,55 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.measure import Pair
 
+LOSS_TOLERANCE = 2**-12
+"""Relative. Peers round to bf16 (2**-8) at other places, of which a mean over 256 tokens leaves a sixteenth; other
+weights or data, or an update left out, show at four times that."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contestant: medians of the paired ratios to the ideal."""
+    """One contestant: medians of the paired ratios to the ideal, or the error with which it does not run."""
 
     layout: str
     who: str
-    wall: float
-    cpu: float
-    spread: float
+    losses: tuple[float, ...] = ()
+    """Of the first steps; none where that means nothing."""
+    same_losses: bool | None = None
+    """As this package's, to `LOSS_TOLERANCE`; None where nobody has to."""
+    wall: float | None = None
+    cpu: float | None = None
+    spread: float | None = None
     """Half the distance between the quartiles of the wall ratios."""
-    seconds: float
+    seconds: float | None = None
     """Median wall time of the contestant's step."""
-    pairs: int
-    quiet_pairs: int
+    pairs: int = 0
+    quiet_pairs: int = 0
+    error: str = ""
 
 
-def make_row(layout: str, who: str, pairs: Sequence[Pair], limit: float) -> Row:
-    """Medians over the pairs."""
+def same_losses(losses: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether two contestants train alike."""
+    return all(math.isclose(loss, other, rel_tol=LOSS_TOLERANCE) for loss, other in zip(losses, reference, strict=True))
+
+
+def make_row(row: Row, pairs: Sequence[Pair], limit: float) -> Row:
+    """`row` with medians over the pairs."""
     walls = sorted(pair.wall for pair in pairs)
     low, _, high = statistics.quantiles(walls, n=4) if len(walls) > 1 else (walls[0],) * 3
-    return Row(
-        layout,
-        who,
+    return replace(
+        row,
         wall=statistics.median(walls),
         cpu=statistics.median(pair.cpu for pair in pairs),
         spread=(high - low) / 2,
@@ -50,15 +64,23 @@ def make_row(layout: str, who: str, pairs: Sequence[Pair], limit: float) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| layout | who | wall / ideal | CPU time / ideal | step, s | pairs (quiet) |",
-        "|---|---|---|---|---|---|",
+        "| layout | who | wall / ideal | CPU time / ideal | step, s | pairs (quiet) | loss of steps 1 and 2 |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if row.error:
+            lines.append(f"| {row.layout} | {row.who} | does not run: {_cell(row.error)} | | | | |")
+            continue
+        losses = ", ".join(f"{loss:.4f}" for loss in row.losses) + " differ!" * (row.same_losses is False)
         lines.append(
             f"| {row.layout} | {row.who} | {row.wall:.3f} ± {row.spread:.3f} | {row.cpu:.3f} | {row.seconds:.3f} "
-            f"| {row.pairs} ({row.quiet_pairs}) |"
+            f"| {row.pairs} ({row.quiet_pairs}) | {losses} |"
         )
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def conditions() -> dict[str, str]:
@@ -92,8 +114,8 @@ def write(rows: Sequence[Row], directory: Path) -> None:
         return
     figure = Figure(figsize=(8, 0.35 * len(rows) + 1), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{row.layout}: {row.who}" for row in rows]
-    axes.barh(labels, [row.wall for row in rows], xerr=[row.spread for row in rows], height=0.6)
+    labels = [f"{row.layout}: {row.who}" + " (does not run)" * bool(row.error) for row in rows]
+    axes.barh(labels, [row.wall or 0.0 for row in rows], xerr=[row.spread or 0.0 for row in rows], height=0.6)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlabel("wall time of a step / the ideal, which communicates nothing")

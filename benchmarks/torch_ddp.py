@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.alone import MasterWeights, Step, hugging_face_loss, hugging_face_model
+from benchmarks.alone import MasterWeights, Step, accumulate, hugging_face_loss, hugging_face_model
 from benchmarks.workload import Workload
 
 
@@ -19,11 +20,12 @@ def ddp(workload: Workload) -> Step:
     weights = MasterWeights(list(model.parameters()))
     batches = workload.batches(workload.sequences // dist.get_world_size(), seed=dist.get_rank())
 
-    def step() -> None:
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with contextlib.nullcontext() if last else model.no_sync():
-                (hugging_face_loss(model, batch) / len(batches)).backward()
+    def around(last: bool) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if last else model.no_sync()
+
+    def step() -> torch.Tensor:
+        mean = accumulate(lambda batch: hugging_face_loss(model, batch), batches, around)
         weights.step()
+        return mean
 
     return step

@@ -16,6 +16,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Token ids and shifted labels, each [b, s]."""
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SEED = 0
+"""Of the initial weights, for all."""
 CLIPPING = 1.0
 """Largest norm of the gradient, for all."""
 
