@@ -75,6 +75,8 @@ def package_step(engine: HybridEngine, workload: Workload) -> Step:
     def step() -> torch.Tensor:
         loss: torch.Tensor = engine.train_batch(iter(batches))
         engine.optimizer.wait_parameters()
+        if engine.optimizer.overflow:
+            raise RuntimeError("the step was skipped, so that its time means nothing: the gradient is not finite")
         return loss
 
     return step

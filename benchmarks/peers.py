@@ -94,7 +94,7 @@ def line_up(names: list[str], workload: Workload) -> tuple[dict[Key, Step], dict
             steps[name, who], losses = contestant.step, contestant.losses
             if who == PACKAGE:
                 reference = losses
-            same = same_losses(losses, reference) if comparable(name, who) else None
+            same = same_losses(losses, reference) if reference and comparable(name, who) else None
             rows[name, who] = Row(layout=name, who=who, losses=losses, same_losses=same)
     return steps, rows
 

@@ -1,6 +1,7 @@
 """Collectives that only copy: what is left of a step's time when communication costs nothing.
 
-Of what a pipeline sends from stage to stage one element stays, so that the order of things and its bubble do.
+Of what a pipeline sends from stage to stage one element stays, so that the order of things and its bubble do; and so
+does a sum of a few numbers, by which all ranks decide alike whether to take the step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ class _Done:
         """Return at once."""
 
 
-def _all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
-    return _Done()
+_FEW = 16
+"""Elements up to which a sum is a decision."""
+_ALL_REDUCE, _SEND, _RECEIVE = dist.all_reduce, p2p.send, p2p.recv
+
+
+def _all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _ALL_REDUCE(tensor, *args, **kwargs) if tensor.numel() <= _FEW else _Done()
 
 
 def _all_gather(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
@@ -48,15 +54,12 @@ def _all_to_all(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs
     return _Done()
 
 
-_STUBS: tuple[tuple[Callable[..., Any], Callable[..., _Done]], ...] = (
+_STUBS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (dist.all_reduce, _all_reduce),
     (dist.all_to_all_single, _all_to_all),
     (all_gather_single, _all_gather),
     (reduce_scatter_single, _reduce_scatter),
 )
-
-
-_SEND, _RECEIVE = p2p.send, p2p.recv
 
 
 def _send(tensor: torch.Tensor, stage: int, async_op: bool = False) -> Any:

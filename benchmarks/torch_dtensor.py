@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,10 +33,13 @@ class ShardedMasterWeights(MasterWeights):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def local_grad(self, param: nn.Parameter) -> torch.Tensor:
-        assert param.grad is not None
-        if isinstance(param, DTensor):  # a norm's gradient is a partial sum until it is asked for
-            return param.grad.redistribute(placements=param.placements).to_local()
-        return param.grad
+        grad = super().local_grad(param)
+        if not isinstance(grad, DTensor):
+            return grad
+        assert isinstance(param, DTensor)
+        # A norm's gradient may be a partial sum until it is asked for.
+        whole: DTensor = grad.redistribute(placements=param.placements)
+        return whole.to_local()
 
     def norm(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         sharded = [isinstance(p, DTensor) and any(place.is_shard() for place in p.placements) for p in self._params]
@@ -61,12 +65,13 @@ def _layer(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel(output_layouts=hidden) for name in ("self_attn.o_proj", "mlp.down_proj")}
     if sequence_parallel:  # one gather for the three, or two, projections of an input
-        keywords = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+        shards: dict[str, Placement] = {"hidden_states": Shard(1)}
+        whole: dict[str, Placement] = {"hidden_states": Replicate()}
         plan |= {
             "input_layernorm": SequenceParallel(),
             "post_attention_layernorm": SequenceParallel(),
             "self_attn": PrepareModuleInput(
-                input_kwarg_layouts=keywords[0], desired_input_kwarg_layouts=keywords[1], use_local_output=True
+                input_kwarg_layouts=shards, desired_input_kwarg_layouts=whole, use_local_output=True
             ),
             "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
         }
@@ -76,7 +81,7 @@ def _layer(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 def dtensor(workload: Workload, sequence_parallel: bool) -> Step:
     """The plan of torch's tutorial on tensor parallelism, with `loss_parallel`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = hugging_face_model(workload)
+    model: Any = hugging_face_model(workload)
     parallelize_module(model, mesh, _outer(sequence_parallel))
     for layer in model.model.layers:
         parallelize_module(layer, mesh, _layer(sequence_parallel))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from benchmarks.workload import CLIPPING, OPTIMIZER, Workload
 
 def fsdp2(workload: Workload) -> Step:
     """fp32 shards; one gather of bf16 weights and one bf16 reduce-scatter of gradients a step, its least traffic."""
-    model = hugging_face_model(workload).float()
+    model: Any = hugging_face_model(workload).float()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.model.layers, model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

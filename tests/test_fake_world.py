@@ -119,6 +119,15 @@ def test_flops(name: str, stage: int) -> None:
     assert step.flops == pytest.approx(formulas.stage_flops(w, stage) + square, rel=0.01)
 
 
+def test_stages_are_balanced() -> None:
+    w = planned("70b")
+    assert len(set(w.layers_per_stage)) == 1
+    first, last = (traced("70b", stage).flops for stage in (0, 3))
+    # What the middle stages do: an embedding has no GEMM.
+    mean = (3 * first + last) / 4
+    assert max(first, last) <= 1.05 * mean
+
+
 @every_rank
 def test_activations(name: str, stage: int) -> None:
     w, step = planned(name), traced(name, stage)

@@ -83,8 +83,9 @@ def stubbed_calls():
     return [(call.op, call.payload) for call in meter.calls]
 
 
-def test_of_a_stubbed_pipeline_one_element_per_transfer_stays(pool):
-    assert pool.run(stubbed_calls, 2) == [[("send", 4)] * 2] * 2
+def test_of_a_stubbed_pipeline_the_order_and_the_decision_stay(pool):
+    """One element of each microbatch in each direction, and six numbers in fp64."""
+    assert pool.run(stubbed_calls, 2) == [[("send", 4)] * 2 + [("all_reduce", 48)]] * 2
 
 
 def test_losses_are_told_apart():
