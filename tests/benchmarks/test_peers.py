@@ -91,7 +91,7 @@ def test_of_a_stubbed_pipeline_the_order_and_the_decision_stay(pool):
 def test_losses_are_told_apart():
     assert same_losses((6.2597, 6.2443), (6.2596, 6.2444))
     assert not same_losses((6.2624, 6.2470), (6.2597, 6.2443))  # other data
-    assert not same_losses((6.2597, 6.2481), (6.2597, 6.2443))  # norms left as they were
+    assert not same_losses((6.2597, 6.2481), (6.2597, 6.2443))  # another update
 
 
 def test_ratios_are_medians_of_pairs():
