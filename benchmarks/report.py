@@ -17,7 +17,7 @@ from benchmarks.measure import Pair
 
 LOSS_TOLERANCE = 2**-12
 """Relative. Peers round to bf16 (2**-8) at other places, of which a mean over 256 tokens leaves a sixteenth; what was
-seen is 2**-15. Other data shows from 1.8 times the tolerance on, gradients lost on the way to the update from 2.5 on."""
+seen is 2**-15. Other data shows from 1.8 times the tolerance on, an update that differs from 2.5 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
