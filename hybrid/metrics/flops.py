@@ -26,7 +26,8 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
       token if all s positions were seen. The causal mask leaves half of them: 2 a d s, times 3 for training.
 
     Recomputed activations are not counted (PaLM, Chowdhery et al. 2022, appendix B: model FLOPs utilisation); PaLM's
-    formula has 12 L a d s because it does not halve.
+    formula has 12 L a d s because it does not halve. Documents packed into the sequence do not see each other, which
+    costs less than is counted.
     """
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_length
     return float(6 * matmul_parameters(config) + attention)

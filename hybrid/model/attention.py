@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import Shard, even_shard, kv_head_shard
 from hybrid.model.cache import KVCache
+from hybrid.model.packing import Documents, Visible
 from hybrid.model.rope import Rope, split_rotary
+from hybrid.model.varlen import has_kernel, kernel_attention
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -50,6 +52,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, m
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, dropout: float = 0.0) -> Tensor:
+    """`causal_attention` within each document of the rows; neither work nor memory grows with a row's square.
+
+    One kernel where there is one for documents of several lengths, else one call for each document, which holds the
+    output twice: as the calls saved it, and whole.
+    """
+    if has_kernel(q, dropout):
+        return kernel_attention(q, k, v, documents)
+    rows = []
+    # Cut with unbind and split, whose backward writes one gradient; that of slices would add up one for each.
+    for lengths, *row in zip(documents.lengths, q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+        parts = zip(*(x.unsqueeze(1).split(lengths) for x in row), strict=True)
+        rows.append(torch.cat([causal_attention(*part, dropout=dropout) for part in parts]))
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+
 class Attention(nn.Module):
     """q, k and v as one column-parallel projection, attention over this rank's heads, and a row-parallel projection.
 
@@ -67,7 +85,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = q_heads.length, kv_heads.length
         self.dropout, self.rng = config.attention_dropout, tp.rng
         self.cache: KVCache | None = None
-        """Set while decoding: the queries then also see the tokens of earlier calls, as `mask` says."""
+        """Set while decoding: the queries then also see the tokens of earlier calls, as `visible` says."""
         name, d = f"model.layers.{layer}.self_attn", config.head_dim
         outputs = [
             (f"{name}.q_proj", _rows(q_heads, d)),
@@ -88,9 +106,13 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, rope: Rope, mask: Tensor | None = None, release: Callable[[Tensor], None] | None = None
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        visible: Visible | None = None,
+        release: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """[s, b, h] (or [s/t, b, h]) to the same.
+        """[s, b, h] (or [s/t, b, h]) to the same; `visible` replaces the causal rule.
 
         `release` is called with the projection's output once `hidden` has been used.
         """
@@ -102,6 +124,9 @@ class Attention(nn.Module):
             k, v = self.cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
         with self.rng.fork() if dropout and self.rng is not None else nullcontext():
-            context = causal_attention(q, k, v, dropout=dropout, mask=mask)
+            if isinstance(visible, Documents):
+                context = document_attention(q, k, v, visible, dropout=dropout)
+            else:
+                context = causal_attention(q, k, v, dropout=dropout, mask=visible)
         output: Tensor = self.o_proj(context)
         return output

@@ -12,6 +12,7 @@ from hybrid.config.model import LlamaConfig
 from hybrid.model.attention import Attention
 from hybrid.model.mlp import MLP
 from hybrid.model.norm import RMSNorm
+from hybrid.model.packing import Visible
 from hybrid.model.rope import Rope
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.random import DiscardedOutput, checkpoint
@@ -52,17 +53,17 @@ class TransformerBlock(nn.Module):
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MLP(config, layer, tp=tp, dtype=dtype, device=device, recompute_product=recompute == "selective")
 
-    def forward(self, hidden: Tensor, rope: Rope, mask: Tensor | None = None) -> Tensor:
-        """`mask` [b, 1, s, s], true where a position is seen, replaces the causal rule."""
+    def forward(self, hidden: Tensor, rope: Rope, visible: Visible | None = None) -> Tensor:
+        """`visible` replaces the causal rule."""
         if self.recompute == "full" and torch.is_grad_enabled():
             rng = self.rng if self.training else None
-            output: Tensor = checkpoint(self._layer, hidden, rope, mask, rng=rng)
+            output: Tensor = checkpoint(self._layer, hidden, rope, visible, rng=rng)
             return output
-        return self._layer(hidden, rope, mask)
+        return self._layer(hidden, rope, visible)
 
-    def _layer(self, hidden: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+    def _layer(self, hidden: Tensor, rope: Rope, visible: Visible | None) -> Tensor:
         normed, release = self._normalise(self.input_layernorm, hidden)
-        hidden = hidden + self.self_attn(normed, rope, mask, release)
+        hidden = hidden + self.self_attn(normed, rope, visible, release)
         normed, release = self._normalise(self.post_attention_layernorm, hidden)
         output: Tensor = hidden + self.mlp(normed, release)
         return output

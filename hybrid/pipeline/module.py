@@ -17,7 +17,7 @@ from hybrid.grid import Grid
 from hybrid.model.block import TransformerBlock
 from hybrid.model.init import init_parameters
 from hybrid.model.norm import RMSNorm
-from hybrid.model.packing import segment_mask, segment_rope
+from hybrid.model.packing import Documents, segment_rope
 from hybrid.model.rope import Rope, rope_tables
 from hybrid.pipeline.layers import HeadOutput, HeadPipe, tied_head
 from hybrid.tensor_parallel.context import TensorParallel
@@ -113,23 +113,25 @@ class LlamaPipeline(PipelineModule):
     def forward(self, inputs: StageInput) -> StageInput | HeadOutput:
         """Run this stage: token ids [b, s] or hidden states in, hidden states or (hidden states, head weight) out.
 
-        With packed documents the segment numbers [b, s] travel beside the hidden states, and each stage makes RoPE
-        and mask of them: nothing larger crosses.
+        With packed documents the segment numbers [b, s] travel beside the hidden states, and each stage finds in them
+        positions and documents: nothing larger crosses.
         """
         x, segments = inputs if isinstance(inputs, tuple) else (inputs, None)
-        rope, mask = self._positions(x, segments)
+        rope, documents = self._positions(x, segments)
         output: torch.Tensor | HeadOutput = x
         for index, layer in enumerate(self.forward_funcs):
             self.before_layer(index)
-            output = layer(output, rope, mask) if isinstance(layer, TransformerBlock) else layer(output)
+            output = layer(output, rope, documents) if isinstance(layer, TransformerBlock) else layer(output)
         if segments is None or isinstance(output, tuple):
             return output
         return output, segments
 
-    def _positions(self, x: torch.Tensor, segments: torch.Tensor | None) -> tuple[Rope, torch.Tensor | None]:
-        """RoPE tables, and the mask where the causal rule is not all."""
+    def _positions(self, x: torch.Tensor, segments: torch.Tensor | None) -> tuple[Rope, Documents | None]:
+        """RoPE tables, and the documents where there are several in a row."""
         if segments is not None:
-            return segment_rope(self._rope(segments.size(1), x.device), segments), segment_mask(segments)
+            rope = segment_rope(self._rope(segments.size(1), x.device), segments)
+            documents = Documents.of(segments)
+            return rope, documents if documents.several else None
         if not x.is_floating_point():
             return self._rope(x.size(1), x.device), None
         return self._rope(x.size(0) * (self.tp.size if self.tp.sequence_sharded else 1), x.device), None

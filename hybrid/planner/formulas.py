@@ -23,6 +23,8 @@ Arithmetic: a GEMM of [m, k] and [k, n] is 2 m n k operations. A layer multiplie
 weights, of which a rank has 1/t. Causal attention multiplies T s / 2 pairs of positions, twice per head and dim:
 2 T s q forward, of which a rank has 1/t. Backward repeats every GEMM twice (gradients of input and weight), and
 blockwise attention 2.5 times (the scores once more, and four products; Dao et al. 2022, algorithm 4).
+
+Rows of packed documents multiply fewer pairs, and keep the same where one kernel takes them all, else q T e / t more.
 """
 
 from __future__ import annotations

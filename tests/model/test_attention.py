@@ -13,6 +13,7 @@ from hybrid.model import attention
 from hybrid.model.attention import Attention, causal_attention
 from hybrid.model.block import Recompute, TransformerBlock
 from hybrid.model.init import init_parameters
+from hybrid.model.packing import Documents
 from hybrid.model.rope import rope_tables
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.params import param_spec
@@ -90,7 +91,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more() -> None:
     assert owners == [True, False, True, False]
 
 
-def _dropout(recompute: Recompute, alike: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropout(recompute: Recompute, alike: bool, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     tp = TensorParallel.over(dist.group.WORLD)
     rng = RNGTracker.for_rank(0, 0 if alike else tp.rank)
     tp = TensorParallel.over(dist.group.WORLD, rng=rng)
@@ -98,18 +99,19 @@ def _dropout(recompute: Recompute, alike: bool) -> tuple[torch.Tensor, torch.Ten
     block = TransformerBlock(config, 0, tp=tp, dtype=torch.float32, device="cpu", recompute=recompute)
     init_parameters(block, 0, 0.2)
     x = torch.randn(S, B, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = block(x, rope_tables(config, S, "cpu"))
-    y = block(y, rope_tables(config, S, "cpu"))
+    documents = Documents.of(torch.arange(S).expand(B, S) // 4) if packed else None
+    y = block(x, rope_tables(config, S, "cpu"), documents)
+    y = block(y, rope_tables(config, S, "cpu"), documents)
     y.sum().backward()
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_is_repeated_in_recomputation(pool: WorkerPool, world: int) -> None:
-    plain = pool.run(_dropout, world, "none", False)
+@pytest.mark.parametrize(("world", "packed"), [(1, False), (2, False), (2, True)])
+def test_dropout_is_repeated_in_recomputation(pool: WorkerPool, world: int, packed: bool) -> None:
+    plain = pool.run(_dropout, world, "none", False, packed)
     for recompute in ("selective", "full"):
         for (y, grad), (expected, expected_grad) in zip(
-            pool.run(_dropout, world, recompute, False), plain, strict=True
+            pool.run(_dropout, world, recompute, False, packed), plain, strict=True
         ):
             assert torch.equal(y, expected) and torch.equal(grad, expected_grad)
 

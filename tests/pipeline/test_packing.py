@@ -3,6 +3,8 @@
 import pytest
 import torch
 from support.llama import make_engine, reference_model, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 A, B, VOCAB = 5, 7, 131
 SEQ = A + B
@@ -62,3 +64,41 @@ def test_gradient_is_that_of_the_documents_apart(pool, world, layout, recompute)
     for result in pool.run(train, world, {**layout, "recompute": recompute}, packed(2, supervise_a=True)):
         assert result.loss == pytest.approx(loss.item() / SEQ, abs=1e-5)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that an operator returns, the backward pass included."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *found])
+        return out
+
+
+LONG, DOCUMENTS = 2048, 8
+
+
+def largest_tensors(layout):
+    """Of a training step and an evaluation on a row of 8 documents, for each way to recompute, with and without
+    dropout."""
+    ids = torch.randint(0, VOCAB, (1, LONG + 1), generator=torch.Generator().manual_seed(0))
+    segments = torch.arange(DOCUMENTS).repeat_interleave(LONG // DOCUMENTS).unsqueeze(0)
+    batch = ids[:, :-1], ids[:, 1:], torch.arange(LONG // DOCUMENTS).repeat(DOCUMENTS).unsqueeze(0), segments
+    found = {}
+    for recompute, dropout in (("none", 0.0), ("selective", 0.0), ("full", 0.0), ("full", 0.1)):
+        config = small_config(max_position_embeddings=LONG, num_hidden_layers=2, attention_dropout=dropout)
+        engine, _ = make_engine(config, batch=1, seq=LONG, recompute=recompute, **layout)
+        with Sizes() as sizes:
+            engine.train_batch(iter([batch]))
+            engine.evaluate(iter([batch]), 1)
+        found[recompute, dropout] = sizes.largest
+    return found
+
+
+def test_no_tensor_has_the_square_of_a_row(pool):
+    for found in pool.run(largest_tensors, 2, {"tp": 2, "sp": True}):
+        # Hidden states and logits grow with the row; with dropout the scores of one document are made.
+        assert all(0 < largest <= LONG * LONG // DOCUMENTS for largest in found.values()), found
