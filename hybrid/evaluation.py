@@ -70,6 +70,7 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
             micro_batch_size=run.micro_batch_size,
             dp_rank=grid.data_rank,
             dp_size=run.parallel.data_parallel_size,
+            reads=grid.is_first_stage or grid.is_last_stage,
         )
         loss, tokens = evaluate_loss(module, grid, loader)
         results |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}

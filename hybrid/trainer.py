@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,7 @@ class Trainer:
         self.engine = build_engine(_without_init(run) if found else run, self.grid, device)
         tokenizer = self.data.tokenizer
         self.checkpointer = Checkpointer(run, self.grid, tokenizer.save if tokenizer else None)
+        # Counted here: a stage without a loader has to agree on the size of the next step too.
         self._samples_consumed = 0
         if found is not None:
             restore(self.engine, run, self.grid, *found)
@@ -142,14 +144,7 @@ class Trainer:
         settings = self.run.hybrid.training
         if self.grid.rank == 0:
             logger.info("%s", "\n".join(banner(self.run, self.step)))
-        with BatchLoader(
-            self.data.train,
-            micro_batch_size=self.run.micro_batch_size,
-            gradient_accumulation_steps=self.run.gradient_accumulation_steps,
-            dp_rank=self.grid.data_rank,
-            dp_size=self.run.parallel.data_parallel_size,
-            samples_consumed=self._samples_consumed,
-        ) as batches:
+        with self._batches() as batches:
             ends = self.step >= settings.train_steps
             if ends and self.grid.rank == 0:
                 logger.info("the run is complete: to go on, raise train_steps above %d", self.step)
@@ -160,7 +155,7 @@ class Trainer:
                 if settings.eval_every and (complete or self.step % settings.eval_every == 0):
                     self.evaluate()
                 if ends or (settings.save_every and self.step % settings.save_every == 0):
-                    self.save(batches.samples_consumed)
+                    self.save()
         complete = self.step >= settings.train_steps
         if complete:
             self.export()
@@ -171,9 +166,23 @@ class Trainer:
             logger.info("%s: the run is saved at step %d of %d", self._limits.reason, self.step, settings.train_steps)
         return 0 if complete else self._limits.exit_code
 
-    def save(self, samples_consumed: int) -> None:
+    def _batches(self) -> AbstractContextManager[BatchLoader | None]:
+        """This rank's microbatches; a stage in the middle of the pipeline needs neither tokens nor labels."""
+        if not (self.grid.is_first_stage or self.grid.is_last_stage):
+            return nullcontext()
+        return BatchLoader(
+            self.data.train,
+            micro_batch_size=self.run.micro_batch_size,
+            gradient_accumulation_steps=self.run.gradient_accumulation_steps,
+            dp_rank=self.grid.data_rank,
+            dp_size=self.run.parallel.data_parallel_size,
+            samples_consumed=self._samples_consumed,
+        )
+
+    def save(self) -> None:
         """Write a checkpoint from which the run can go on; a collective call."""
-        self.checkpointer.save(self.engine, progress_of(self.engine, self.run, samples_consumed, self.data.fingerprint))
+        progress = progress_of(self.engine, self.run, self._samples_consumed, self.data.fingerprint)
+        self.checkpointer.save(self.engine, progress)
 
     def export(self) -> None:
         """Write the model as a Hugging Face directory, unless an earlier launch has; a collective call."""
@@ -182,9 +191,9 @@ class Trainer:
             return
         export_trained(self.engine, self.grid, self.run, self.data, directory)
 
-    def _train_step(self, batches: BatchLoader) -> None:
+    def _train_step(self, batches: BatchLoader | None) -> None:
         lr = self.engine.get_lr()[0]
-        samples = self.run.batch_size_at(batches.samples_consumed)
+        samples = self.run.batch_size_at(self._samples_consumed)
         self.engine.set_train_batch_size(samples)
         start = time.perf_counter()
         self.engine.optimizer.raise_flags((self._limits.asked, self.checkpointer.failed))
@@ -196,6 +205,8 @@ class Trainer:
             else:
                 self.engine.train_batch(batches)
         elapsed = time.perf_counter() - start
+        self._samples_consumed += samples
+        assert batches is None or batches.samples_consumed == self._samples_consumed, "the engine takes whole steps"
         result = self.engine.optimizer.result
         assert result is not None
         if result.skipped and self.grid.rank == 0:

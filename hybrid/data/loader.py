@@ -120,11 +120,13 @@ class EvalLoader:
         dp_size: int,
         max_samples: int | None = None,
         multiple_of: int = 1,
+        reads: bool = True,
     ) -> None:
         """
         Args:
             max_samples: evaluate at most so many samples, over all ranks; None takes all.
             multiple_of: round the number of microbatches up to a multiple, as a pipeline's step needs it.
+            reads: whether the data are needed here; otherwise all rows are blank, for their number and shape.
         """
         _check_rank(micro_batch_size, dp_rank, dp_size)
         self._source = source
@@ -133,6 +135,7 @@ class EvalLoader:
         self._stride = micro_batch_size * dp_size
         self.num_samples = len(source) if max_samples is None else min(len(source), max_samples)
         """Samples evaluated, over all ranks."""
+        self._filled = self.num_samples if reads else 0
         batches = -(-self.num_samples // self._stride)
         self._batches = -(-batches // multiple_of) * multiple_of
 
@@ -143,4 +146,4 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(self._batches):
             places = rank_positions(batch * self._stride, self._micro_batch_size, self._rank)
-            yield collate([self._source.read(at) if at < self.num_samples else self._source.blank() for at in places])
+            yield collate([self._source.read(at) if at < self._filled else self._source.blank() for at in places])

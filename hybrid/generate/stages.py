@@ -54,22 +54,28 @@ def whole_sequences(module: nn.Module) -> Iterator[None]:
 def evaluate_loss(module: LlamaPipeline, grid: Grid, batches: Iterable[Batch]) -> tuple[float, int]:
     """(mean loss, supervised tokens) over the batches of all data-parallel ranks; a collective call.
 
-    Every stage is given the same batches. A stage goes on to the next batch as soon as it has sent its own on.
+    Every stage is given as many batches, of one shape: the first takes tokens and segment numbers from them, the last
+    the labels. A stage goes on to the next batch as soon as it has sent its own on.
     """
     like = next(module.parameters())
     totals = torch.zeros(2, dtype=torch.float64, device=like.device)
     module.eval()
     for tokens, labels, *packing in batches:
         (b, s), x = tokens.shape, tokens.to(like.device)
+        segments = packing[1].int().to(like.device) if packing else None
         if not grid.is_first_stage:
             rows = s // module.tp.size if module.tp.sequence_sharded else s
             x = receive_hidden(grid, (rows, b, module.config.hidden_size), like)
-        outputs = module((x, packing[1].int().to(like.device)) if packing else x)
+            if segments is not None:
+                dist.recv(segments, stage_rank(grid, grid.pipe_rank - 1))
+        outputs = module(x if segments is None else (x, segments))
         if grid.is_last_stage:
             loss, count = module.loss_fn(outputs, labels.to(like.device))
             totals += torch.stack([loss.double(), count.double()])
         else:
             send_hidden(grid, outputs[0] if isinstance(outputs, tuple) else outputs)
+            if segments is not None:
+                dist.send(segments, stage_rank(grid, grid.pipe_rank + 1))
     module.train()
     if grid.tensor_rank != 0:
         totals.zero_()
