@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybrid.agreement import rank_zero_first, together
 from hybrid.build import build_module
 from hybrid.config.run import RunConfig
-from hybrid.data.build import DataModule, DataSpec, build_data
+from hybrid.data.build import DataModule, build_data
 from hybrid.data.cache import default_cache_dir
 from hybrid.data.chat.build import build_chat_data
 from hybrid.data.chat.formats import detect_format
@@ -21,6 +21,8 @@ from hybrid.data.chat.masks import ChatEncoder
 from hybrid.data.chat.rows import read_rows
 from hybrid.data.chat.tokenizer import ChatTokenizer, load_chat_tokenizer
 from hybrid.data.loader import EvalLoader
+from hybrid.data.samples import SampleSource
+from hybrid.data.spec import text_spec
 from hybrid.data.tokenizer import check_vocabulary
 from hybrid.environment import init_distributed, set_up_logging
 from hybrid.finetune.data import chat_spec
@@ -29,6 +31,8 @@ from hybrid.generate.sampling import Sampling
 from hybrid.generate.stages import evaluate_loss
 from hybrid.grid import build_grid
 
+Split = Literal["all", "train", "eval", "test"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -36,6 +40,8 @@ class Request:
 
     loss: bool
     """The loss on the data of the run."""
+    split: Split = "all"
+    """Which of the data: all, or the set that a run with the same fractions trains on, evaluates on or leaves out."""
     prompts: tuple[str, ...] = ()
     """Texts to be completed; a tokenizer with a chat template gets each as what a user says."""
     max_new_tokens: int = 64
@@ -60,13 +66,13 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
         ValueError: data, tokenizer and model do not go together.
     """
     grid = build_grid(run.parallel, run.model.num_key_value_heads)
-    data = rank_zero_first(lambda: _open_data(run)) if request.loss else None
+    data = rank_zero_first(lambda: _open_data(run, request.split)) if request.loss else None
     tokenizer = together(lambda: _tokenizer(run)) if request.prompts else None
     module = build_module(run, grid, device)
     results: dict[str, Any] = {}
     if data is not None:
         loader = EvalLoader(
-            data.train,
+            data,
             micro_batch_size=run.micro_batch_size,
             dp_rank=grid.data_rank,
             dp_size=run.parallel.data_parallel_size,
@@ -92,23 +98,30 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
     return results
 
 
-def _open_data(run: RunConfig) -> DataModule:
-    """All of the data, in one set."""
-    source = run.hybrid.data.source
-    if run.hybrid.finetune.format != "auto" or holds_conversations(source):
-        return build_chat_data(replace(chat_spec(run), eval_source=None, eval_fraction=0.0))
-    return build_data(
-        DataSpec(
-            source=source,
-            tokenizer=run.hybrid.tokenizer,
-            seq_length=run.hybrid.data.seq_length,
-            vocab_size=run.model.vocab_size,
-            seed=run.hybrid.training.seed,
-            cache_dir=run.hybrid.data.cache_dir,
-            text_key=run.hybrid.data.text_key,
-            reset_attention=run.hybrid.data.reset_attention,
+def _open_data(run: RunConfig, split: Split) -> SampleSource:
+    """The set that is asked for.
+
+    Raises:
+        ValueError: also if the configuration holds nothing out for it.
+    """
+    hybrid = run.hybrid
+    if split == "all":
+        undivided = hybrid.data.model_copy(update={"eval_fraction": 0.0, "test_fraction": 0.0})
+        finetune = hybrid.finetune.model_copy(update={"eval_data": None})
+        run = replace(run, hybrid=hybrid.model_copy(update={"data": undivided, "finetune": finetune}))
+    conversations = hybrid.finetune.format != "auto" or holds_conversations(hybrid.data.source)
+    data: DataModule
+    if conversations:
+        data = build_chat_data(chat_spec(run))
+    else:
+        data = build_data(replace(text_spec(run), train_samples=1))  # one pass, not those of the run
+    sets = {"all": data.train, "train": data.train, "eval": data.eval, "test": data.test}
+    found = sets[split]
+    if found is None:
+        raise ValueError(
+            f"there is no {split} set: hybrid.data.{split}_fraction is 0; set it to what the model was trained with"
         )
-    )
+    return found
 
 
 def holds_conversations(source: str | Sequence[str]) -> bool:

@@ -20,8 +20,9 @@ from hybrid.checkpoint.final import BestModel, export_trained
 from hybrid.checkpoint.progress import progress_of
 from hybrid.checkpoint.restore import find_checkpoint, restore
 from hybrid.config.run import Precision, RunConfig
-from hybrid.data.build import DataModule, DataSpec, build_data
+from hybrid.data.build import DataModule, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
+from hybrid.data.spec import text_spec
 from hybrid.grid import Grid, build_grid
 from hybrid.limits import Limits
 from hybrid.metrics.flops import flops_per_token, peak_flops
@@ -43,21 +44,7 @@ OpenData = Callable[[RunConfig], DataModule]
 
 def open_text_data(run: RunConfig) -> DataModule:
     """The pretraining data that the configuration names."""
-    hybrid = run.hybrid
-    return build_data(
-        DataSpec(
-            source=hybrid.data.source,
-            tokenizer=hybrid.tokenizer,
-            seq_length=hybrid.data.seq_length,
-            vocab_size=run.model.vocab_size,
-            seed=hybrid.training.seed,
-            eval_fraction=hybrid.data.eval_fraction,
-            cache_dir=hybrid.data.cache_dir,
-            text_key=hybrid.data.text_key,
-            reset_attention=hybrid.data.reset_attention,
-            train_samples=run.train_samples,
-        )
-    )
+    return build_data(text_spec(run))
 
 
 class Trainer:

@@ -16,6 +16,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     add_finetune_arguments(parser)
+    parser.add_argument(
+        "--split",
+        choices=["all", "train", "eval", "test"],
+        default="all",
+        help="all of the data, or what a run with the same hybrid.data fractions has for it (default: %(default)s)",
+    )
     group = parser.add_argument_group("completions")
     group.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to complete")
     group.add_argument("--max_new_tokens", type=int, default=64, help="(default: %(default)s)")
@@ -32,7 +38,8 @@ def main() -> int:
 
     request = Request(
         # Prompts alone do not ask for the loss on whatever the configuration names.
-        loss=args.data is not None or not args.prompt,
+        loss=args.data is not None or args.split != "all" or not args.prompt,
+        split=args.split,
         prompts=tuple(args.prompt),
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p),

@@ -71,8 +71,9 @@ def test_the_saved_model_is_the_trained_one(demo_run):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hybrid.data.build import DataSpec, build_data
+    from hybrid.data.build import build_data
     from hybrid.data.loader import EvalLoader
+    from hybrid.data.spec import DataSpec
 
     folder, _, _ = demo_run
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -16,12 +16,17 @@ class ConfigError(ValueError):
         self.violations = tuple(violations)
         """One sentence each: the bad value, the rule, the remedy."""
         self.where = where
-        count = "1 problem" if len(self.violations) == 1 else f"{len(self.violations)} problems"
+        count = counted(len(self.violations), "problem")
         lines = [f"  {number}. {violation}" for number, violation in enumerate(self.violations, start=1)]
         super().__init__("\n".join([f"{count} in {where}:", *lines]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
         return type(self), (self.violations, self.where)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def shown(value: object) -> str:

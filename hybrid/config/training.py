@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class _Section(BaseModel):
@@ -32,11 +33,24 @@ class DataConfig(_Section):
     text_key: str = "text"
     """Field of a .jsonl or .parquet row that holds the text. Default text."""
     eval_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the samples held out for evaluation. Default 0.05."""
+    """Share of the documents held out for evaluation. Default 0.05."""
+    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the documents held out from training and evaluation, for `launch/evaluate.py --split test`. Default
+    0."""
     reset_attention: bool = False
     """Documents in one sample do not see each other, and positions start anew with each. Default false."""
     cache_dir: str | None = None
     """Folder for prepared tokens. Default: a folder in the user's cache."""
+
+    @field_validator("test_fraction")
+    @classmethod
+    def _leaves_something(cls, value: float, info: ValidationInfo) -> float:
+        held_out = info.data.get("eval_fraction", 0.0)
+        if value + held_out >= 1:
+            raise PydanticCustomError(
+                "held_out", "below {rest}, what eval_fraction leaves: the rest is for training", {"rest": 1 - held_out}
+            )
+        return value
 
 
 class LrScheduleConfig(_Section):

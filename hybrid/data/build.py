@@ -11,45 +11,21 @@ from math import ceil
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid.data import cache, indexed
 from hybrid.data.blend import BlendedDataset
 from hybrid.data.corpus import CorpusInfo, check_corpus, corpus_info
 from hybrid.data.indexes import split_documents
 from hybrid.data.prepare import TokenizeJob, prepare_corpus
-from hybrid.data.samples import Corpus, GPTDataset, HalvedDocument, SampleSource
+from hybrid.data.samples import Corpus, CutDocument, GPTDataset, SampleSource
 from hybrid.data.sources import plan_units, source_state
+from hybrid.data.spec import DataSpec
 from hybrid.data.tokenizer import DEMO, TextTokenizer, check_vocabulary, demo_texts, load_tokenizer
 
 _CACHE_VERSION = 1
 
-
-@dataclass(frozen=True, kw_only=True)
-class DataSpec:
-    """The data of a run."""
-
-    source: str | Sequence[str]
-    """`demo`; a text file, folder or glob; the PREFIX of a token file; or a blend `w1 path1 w2 path2 ...`, as one
-    string or as a list. Paths without weights are blended by size."""
-    tokenizer: str | None
-    """A folder, a Hugging Face name or `demo`; None is right for token files and for the demo."""
-    seq_length: int
-    """Tokens per sample."""
-    vocab_size: int
-    """Ids the model has."""
-    seed: int
-    eval_fraction: float = 0.0
-    """Share of the documents held out for evaluation."""
-    test_fraction: float = 0.0
-    """Share of the documents held out from both."""
-    cache_dir: str | None = None
-    """Where prepared text and indexes are kept; None is `~/.cache/hybrid`."""
-    text_key: str = "text"
-    """The field of a JSONL object or parquet row that holds the text."""
-    train_samples: int = 1
-    """Samples the run will take: large indexes of all the epochs they span are built by `build_data`, not later."""
-    reset_attention: bool = False
-    """Samples also say where documents start; see `GPTDataset`."""
+_SETS = ("training", "evaluation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +57,7 @@ def build_data(spec: DataSpec) -> DataModule:
     tokenizer = _tokenizer(spec, folder)
     weights, paths = parse_blend(spec.source)
     opened = [_open_corpus(path, spec, tokenizer, folder) for path in paths]
-    sets = [_component(dataset, info, spec, tokenizer, folder) for dataset, info in opened]
+    sets = [_component(path, *corpus, spec, tokenizer, folder) for path, corpus in zip(paths, opened, strict=True)]
     train, evaluation, test = (list(group) for group in zip(*sets, strict=True))
     infos = tuple(info for _, info in opened)
     _build_indexes(train, evaluation, test, weights, spec.train_samples)
@@ -201,16 +177,19 @@ def _cached_corpus(path: str, spec: DataSpec, tokenizer: TextTokenizer | None, f
 
 
 def _component(
-    dataset: indexed.IndexedDataset, info: CorpusInfo, spec: DataSpec, tokenizer: TextTokenizer | None, folder: Path
+    path: str,
+    dataset: indexed.IndexedDataset,
+    info: CorpusInfo,
+    spec: DataSpec,
+    tokenizer: TextTokenizer | None,
+    folder: Path,
 ) -> tuple[GPTDataset | None, ...]:
     """Training, evaluation and test set of one corpus."""
-    fractions = (spec.eval_fraction, spec.test_fraction)
     corpus: Corpus = dataset
-    name = f"data source {dataset.prefix}"
-    if len(dataset) == 1 and spec.eval_fraction and not spec.test_fraction:
-        # A single long text: its end is held out.
-        corpus = HalvedDocument(dataset, round(dataset.num_tokens * (1 - spec.eval_fraction)))
-        parts = [np.array([0]), np.array([1]), np.zeros(0, np.int64)]
+    name = f"data source {path}"
+    fractions = (spec.eval_fraction, spec.test_fraction)
+    if len(dataset) == 1 and 0 < sum(fractions) < 1:
+        corpus, parts = _cut_document(dataset, fractions)
     else:
         parts = split_documents(len(dataset), fractions, folder, name)
     pad_id = tokenizer.pad_id if tokenizer is not None and tokenizer.pad_id is not None else 0
@@ -227,11 +206,35 @@ def _component(
             content=info.content,
         )
 
-    seeds = (spec.seed, None, None)
-    try:
-        return tuple(samples(part, seed) if len(part) else None for part, seed in zip(parts, seeds, strict=True))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}; give more text, or change the held-out fractions {fractions}") from error
+    sets: list[GPTDataset | None] = []
+    for which, part, seed in zip(_SETS, parts, (spec.seed, None, None), strict=True):
+        try:
+            sets.append(samples(part, seed) if len(part) else None)
+        except ValueError as error:
+            raise ValueError(f"{name}: the {which} set is {error}; {_more_for(which, spec)}") from error
+    return tuple(sets)
+
+
+def _cut_document(
+    dataset: indexed.IndexedDataset, fractions: Sequence[float]
+) -> tuple[CutDocument, list[NDArray[np.integer]]]:
+    """A single long text: its end is held out. The document as its parts, and which of them each set has."""
+    shares = [1 - sum(fractions), *fractions]
+    present = [share for share in shares if share]
+    starts = [round(dataset.num_tokens * (1 - sum(present[place:]))) for place in range(len(present))]
+    numbers = iter(range(len(present)))
+    parts: list[NDArray[np.integer]] = [np.array([next(numbers)] if share else [], dtype=np.int64) for share in shares]
+    return CutDocument(dataset, [0, *starts[1:]]), parts
+
+
+def _more_for(which: str, spec: DataSpec) -> str:
+    """How a set gets enough tokens."""
+    keys = {"evaluation": "hybrid.data.eval_fraction", "test": "hybrid.data.test_fraction"}
+    values = {"evaluation": spec.eval_fraction, "test": spec.test_fraction}
+    if which in keys:
+        return f"give more text, or set {keys[which]}, which is {values[which]}, to 0 or to more"
+    held_out = " and ".join(f"{key} {values[name]}" for name, key in keys.items() if values[name])
+    return "give more text" + (f", or hold less of it out: {held_out}" if held_out else "")
 
 
 def _build_indexes(

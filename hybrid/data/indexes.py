@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.config.errors import counted
 from hybrid.data.cache import cached_array
 
 Ints = NDArray[np.integer]
@@ -97,8 +98,8 @@ def split_documents(
     held_out = [max(1, round(num_documents * fraction)) if fraction else 0 for fraction in fractions]
     if num_documents - sum(held_out) < 1:
         raise ValueError(
-            f"{name} has {num_documents} documents, too few for a training set and held-out sets of {held_out}: "
-            "give more documents, or set the held-out fractions to 0"
+            f"{name} has {counted(num_documents, 'document')}, too few for a training set and held-out sets of "
+            f"{held_out}: give more documents, or set hybrid.data.eval_fraction and hybrid.data.test_fraction to 0"
         )
     if not any(held_out):
         return [np.arange(num_documents), *(np.zeros(0, np.int64) for _ in held_out)]

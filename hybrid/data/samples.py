@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.config.errors import counted
 from hybrid.data.cache import cached_array, fingerprint, worth_a_file
 from hybrid.data.indexes import EpochIndex, build_epoch_index, num_samples, open_epoch_index
 from hybrid.tensor_parallel.cross_entropy import IGNORE_INDEX
@@ -41,13 +43,13 @@ class SampleSource(Protocol):
         """A sample of the same shape with nothing supervised."""
 
 
-class HalvedDocument:
-    """A corpus of one document, seen as two: what is left of `at`, and the rest."""
+class CutDocument:
+    """A corpus of one document, seen as several: those that begin at `starts`, of which the first is 0."""
 
-    def __init__(self, corpus: Corpus, at: int) -> None:
+    def __init__(self, corpus: Corpus, starts: Sequence[int]) -> None:
         self._corpus = corpus
-        self._starts = (0, at)
-        self.lengths: NDArray[np.integer] = np.array([at, int(corpus.lengths[0]) - at])
+        self._starts = tuple(starts)
+        self.lengths: NDArray[np.integer] = np.diff([*starts, int(corpus.lengths[0])])
 
     def read(self, document: int, offset: int, length: int) -> NDArray[np.integer]:
         return self._corpus.read(0, self._starts[document] + offset, length)
@@ -99,7 +101,10 @@ class GPTDataset:
         self._key = fingerprint(content, seq_length, seed, self.num_tokens, _bounds(documents))
         self._samples = num_samples(self.num_tokens, seq_length)
         if self._samples == 0:
-            raise ValueError(f"{len(documents)} documents hold {self.num_tokens} tokens; a sample needs at least 2")
+            raise ValueError(
+                f"{counted(len(documents), 'document')} with {counted(self.num_tokens, 'token')}, "
+                "and a sample needs at least 2 tokens"
+            )
         # A batch may span two epochs.
         self._index = lru_cache(maxsize=2)(self._build_index)
 

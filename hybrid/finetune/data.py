@@ -22,6 +22,7 @@ def chat_spec(run: RunConfig) -> ChatSpec:
         seed=run.hybrid.training.seed,
         eval_source=options.eval_data,
         eval_fraction=data.eval_fraction,
+        test_fraction=data.test_fraction,
         form=None if options.format == "auto" else options.format,
         chat_template=options.chat_template,
         train_on=options.train_on,

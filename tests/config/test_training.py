@@ -42,6 +42,7 @@ def test_a_bare_string_is_the_granularity() -> None:
         {"model": 7},
         {"data": {"source": [1]}},
         {"data": {"eval_fraction": 1.0}},
+        {"data": {"eval_fraction": 0.6, "test_fraction": 0.4}},
         {"training": {"lr_schedule": {"type": "cos"}}},
         {"training": {"seed": -1}},
         {"training": {"output_dir": ""}},

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid.data.build import DataModule, DataSpec, build_data, check_resumed, parse_blend
+from hybrid.data.build import DataModule, build_data, check_resumed, parse_blend
 from hybrid.data.indexed import IndexedWriter
+from hybrid.data.indexes import split_documents
 from hybrid.data.loader import BatchLoader
 from hybrid.data.samples import IGNORE_INDEX, SampleSource
+from hybrid.data.spec import DataSpec
 
 
 @pytest.fixture
@@ -121,6 +123,27 @@ def test_a_single_text_file_has_its_end_held_out(spec: DataSpec, tmp_path: Path)
     assert words(module.eval)[0] == 56
     whole = build_data(replace(spec, source=str(tmp_path / "d.txt"), eval_fraction=0.0))
     assert words(whole.train)[-1] >= 57
+    both = build_data(replace(spec, source=str(tmp_path / "d.txt"), test_fraction=0.2))
+    assert both.eval is not None and both.test is not None
+    parts = [words(part) for part in (both.train, both.eval, both.test)]
+    assert [parts[0][0], parts[1][0], parts[2][0]] == [1, 44, 50]
+    assert [parts[0][-1], parts[1][-1]] == [43, 49]
+
+
+def test_a_set_of_too_little_text_is_named(spec: DataSpec, tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("w1 w2 w3")
+    tiny = replace(spec, source=str(tmp_path / "tiny.txt"))
+    with pytest.raises(
+        ValueError, match=r"tiny.txt: the evaluation set is 1 document with 0 tokens, and a sample needs at"
+    ) as e:
+        build_data(tiny)
+    assert str(e.value).startswith(f"data source {tmp_path}")
+    assert str(e.value).endswith("give more text, or set hybrid.data.eval_fraction, which is 0.1, to 0 or to more")
+    (tmp_path / "tiny.txt").write_text("w1")
+    with pytest.raises(ValueError, match="training set is 1 document with 1 token, .*hold less of it out: hybrid.data"):
+        build_data(replace(tiny, eval_fraction=0.7))
+    with pytest.raises(ValueError, match="c has 1 document, too few for a training set and held-out sets of"):
+        split_documents(1, (0.1, 0.1), None, "c")
 
 
 def corpus(prefix: Path, count: int, first: int) -> str:

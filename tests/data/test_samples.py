@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.data.indexes import build_epoch_index, split_documents
-from hybrid.data.samples import IGNORE_INDEX, GPTDataset, HalvedDocument, SampleSource
+from hybrid.data.samples import IGNORE_INDEX, CutDocument, GPTDataset, SampleSource
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) >= 2)
 
@@ -87,7 +87,7 @@ def test_documents_shorter_than_a_sample_have_a_fixed_shape(lengths: list[int]) 
 
 
 def test_too_little_text_is_an_error() -> None:
-    with pytest.raises(ValueError, match="hold 1 tokens; a sample needs at least 2"):
+    with pytest.raises(ValueError, match="^2 documents with 1 token, and a sample needs at least 2 tokens$"):
         dataset_of([1, 0], 4)
 
 
@@ -160,11 +160,12 @@ def test_impossible_splits_are_errors(count: int, fractions: tuple[float, float]
         split_documents(count, fractions, None, "c")
 
 
-def test_one_document_is_seen_as_two() -> None:
-    halves = HalvedDocument(ListCorpus([10]), 7)
-    assert halves.lengths.tolist() == [7, 3]
-    assert halves.read(0, 2, 5).tolist() == [2, 3, 4, 5, 6]
-    assert halves.read(1, 1, 2).tolist() == [8, 9]
+def test_one_document_is_seen_as_several() -> None:
+    parts = CutDocument(ListCorpus([10]), [0, 7, 9])
+    assert parts.lengths.tolist() == [7, 2, 1]
+    assert parts.read(0, 2, 5).tolist() == [2, 3, 4, 5, 6]
+    assert parts.read(1, 1, 1).tolist() == [8]
+    assert parts.read(2, 0, 1).tolist() == [9]
 
 
 def test_empty_documents_are_stepped_over() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid.data import cache
 from hybrid.data.build import DataModule
@@ -41,6 +42,8 @@ class ChatSpec:
     eval_source: str | Sequence[str] | None = None
     """Held-out data; None holds `eval_fraction` of the samples out."""
     eval_fraction: float = 0.0
+    test_fraction: float = 0.0
+    """Share of the samples held out from training and evaluation, with `eval_source` too."""
     form: Format | None = None
     """None: detected from the first row."""
     chat_template: str | None = None
@@ -58,6 +61,7 @@ class ChatModule(DataModule):
 
     train: ChatDataset
     eval: ChatDataset | None
+    test: ChatDataset | None
     tokenizer: ChatTokenizer
 
 
@@ -77,30 +81,41 @@ def build_chat_data(spec: ChatSpec) -> ChatModule:
     method = ChatEncoder(tokenizer).method
     corpus = open_corpus(sources, tokenizer, options, folder)
     log_report(corpus, " ".join(sources), tokenizer, method)
-    chosen, held_out = np.arange(len(corpus)), np.zeros(0, np.int64)
+    chosen, held_out, test = _split(len(corpus), 0.0 if spec.eval_source else spec.eval_fraction, spec.test_fraction)
     held_corpus = corpus
     if spec.eval_source is not None:
         names = [spec.eval_source] if isinstance(spec.eval_source, str) else list(spec.eval_source)
         held_corpus = open_corpus(names, tokenizer, options, folder)
         log_report(held_corpus, " ".join(names), tokenizer, method)
         held_out = np.arange(len(held_corpus))
-    elif spec.eval_fraction:
-        order = np.random.default_rng(_SPLIT_SEED).permutation(len(corpus))
-        count = min(round(len(corpus) * spec.eval_fraction), len(corpus) - 1)
-        held_out, chosen = np.sort(order[:count]), np.sort(order[count:])
     train = _dataset(corpus, chosen, spec, tokenizer, spec.seed)
     _log_rows(train, spec)
     return ChatModule(
         train=train,
         eval=_dataset(held_corpus, held_out, spec, tokenizer, None) if len(held_out) else None,
-        test=None,
+        test=_dataset(corpus, test, spec, tokenizer, None) if len(test) else None,
         tokenizer=tokenizer,
-        fingerprint=cache.fingerprint(
-            corpus.report.content, len(chosen), spec.seq_length, spec.seed, spec.packing, spec.eval_fraction
-        ),
+        fingerprint=_fingerprint(corpus, len(chosen), spec),
         corpora=(),
         end_ids=tuple(token for token, _ in corpus.report.ends.most_common() if _is_end(token, tokenizer)),
     )
+
+
+def _fingerprint(corpus: ChatCorpus, samples: int, spec: ChatSpec) -> str:
+    parts = [corpus.report.content, samples, spec.seq_length, spec.seed, spec.packing, spec.eval_fraction]
+    # Only where it says something, so that runs begun before there was a test set can go on.
+    return cache.fingerprint(*parts, *([spec.test_fraction] if spec.test_fraction else []))
+
+
+def _split(samples: int, *fractions: float) -> list[NDArray[np.int64]]:
+    """Which samples are trained on, and those of each held-out share; one is left to train on."""
+    order = np.random.default_rng(_SPLIT_SEED).permutation(samples)
+    parts = []
+    for fraction in fractions:
+        count = min(round(samples * fraction), len(order) - 1)
+        parts.append(np.sort(order[:count]))
+        order = order[count:]
+    return [np.sort(order), *parts]
 
 
 def _is_end(token: int, tokenizer: ChatTokenizer) -> bool:

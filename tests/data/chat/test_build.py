@@ -144,6 +144,20 @@ def test_held_out_rows(build: Callable[..., ChatModule]) -> None:
     assert build(rows(1), eval_fraction=0.9).eval is None
 
 
+def test_rows_for_a_test(build: Callable[..., ChatModule]) -> None:
+    """Rows of their own, and the evaluation's stay what they are without them."""
+
+    def held(module: ChatModule) -> list[set[int]]:
+        sets = (module.train, module.eval, module.test)
+        return [set(s.packs.members.tolist()) if s is not None else set() for s in sets]
+
+    train, evaluation, test = held(build(rows(40), eval_fraction=0.25, test_fraction=0.2, packing=False))
+    assert [len(train), len(evaluation), len(test)] == [22, 10, 8] and len(train | evaluation | test) == 40
+    assert held(build(rows(40), eval_fraction=0.25, packing=False))[1:] == [evaluation, set()]
+    own = held(build(rows(40), rows(4), eval_fraction=0.25, test_fraction=0.2, packing=False))
+    assert [len(part) for part in own] == [32, 4, 8]
+
+
 def test_the_fingerprint_says_whether_positions_mean_the_same(build: Callable[..., ChatModule]) -> None:
     base = build(rows(20)).fingerprint
     assert build(rows(20)).fingerprint == base

@@ -1,0 +1,37 @@
+"""Which data a model is evaluated on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from support.pool import WorkerPool
+from support.runs import tree, write_tokens
+
+from hybrid.config.resolve import resolve_config
+from hybrid.data.indexed import IndexedDataset
+from hybrid.evaluation import Request, evaluate
+
+
+def tokens_of(config: dict[str, Any], splits: list[str]) -> list[int]:
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+    run = resolve_config(config, 1)
+    return [evaluate(run, Request(loss=True, split=split), torch.device("cpu"))["tokens"] for split in splits]
+
+
+def test_splits_are_those_of_training(pool: WorkerPool, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path)
+    config = tree(tmp_path, tokens, (1, 1, 1, 1))
+    config["hybrid"]["data"] |= {"eval_fraction": 0.1, "test_fraction": 0.25, "reset_attention": True}
+    ((whole, train, evaluation, test),) = pool.run(tokens_of, 1, config, ["all", "train", "eval", "test"])
+    lengths = IndexedDataset(Path(tokens)).lengths
+    # The first token of a document is predicted from nothing.
+    assert whole == train + evaluation + test == int(np.sum(lengths)) - len(lengths)
+    assert 0 < evaluation < test < train
+    config["hybrid"]["data"]["test_fraction"] = 0.0
+    with pytest.raises(ValueError, match="no test set: hybrid.data.test_fraction is 0"):
+        pool.run(tokens_of, 1, config, ["test"])
