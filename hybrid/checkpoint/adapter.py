@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from hybrid.agreement import together
 from hybrid.checkpoint.export import SaveTokenizer, collected
@@ -15,13 +16,15 @@ from hybrid.config.training import LoraConfig
 from hybrid.convert.files import staged, write_json
 from hybrid.convert.names import hf_shapes
 from hybrid.grid import Grid
-from hybrid.tensor_parallel.lora import model_adapter_shapes
+from hybrid.tensor_parallel.lora import Whole, model_adapter_shapes
+from hybrid.tensor_parallel.params import Segment
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def export_adapter(
-    module: torch.nn.Module,
+    module: nn.Module,
+    whole: Whole,
     grid: Grid,
     config: LlamaConfig,
     lora: LoraConfig,
@@ -32,14 +35,22 @@ def export_adapter(
 ) -> None:
     """Write `directory` with the adapters' matrices, their configuration and the tokenizer; a collective call.
 
+    The matrices are written in fp32, in which PEFT keeps adapters while it trains, and into which it casts those it
+    loads onto a model in half precision.
+
     Args:
+        whole: gives A and B of this rank in fp32: the masters.
         base: the folder or name of the weights the adapters were trained on.
 
     Raises:
         CheckpointError: the directory cannot be written; RemoteError on the other ranks.
     """
+
+    def values(param: nn.Parameter, segment: Segment) -> torch.Tensor:
+        return whole(param)[segment.local]
+
     shapes = model_adapter_shapes(hf_shapes(config), lora.r, lora.targets)
-    tensors = dict(collected(module, grid, shapes))
+    tensors = dict(collected(module, grid, shapes, values, torch.float32))
 
     def write() -> None:
         if grid.rank == 0:

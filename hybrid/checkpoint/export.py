@@ -25,7 +25,7 @@ SaveTokenizer = Callable[[Path], object]
 
 
 Values = Callable[[torch.nn.Parameter, Segment], torch.Tensor]
-"""This rank's slice of a segment as it is to be written, in the parameter's dtype."""
+"""This rank's slice of a segment as it is to be written."""
 
 
 def stored_values(param: torch.nn.Parameter, segment: Segment) -> torch.Tensor:
@@ -58,7 +58,7 @@ def export_hf(
         CheckpointError: the disk is full, or the directory cannot be written; RemoteError on the other ranks.
     """
     shapes, dtype = hf_shapes(config), next(module.parameters()).dtype
-    tensors = collected(module, grid, shapes, values)
+    tensors = collected(module, grid, shapes, values, dtype)
 
     def write() -> None:
         try:
@@ -102,13 +102,20 @@ def _write_weights(
 
 
 def collected(
-    module: torch.nn.Module, grid: Grid, shapes: Mapping[str, tuple[int, ...]], values: Values = stored_values
+    module: torch.nn.Module,
+    grid: Grid,
+    shapes: Mapping[str, tuple[int, ...]],
+    values: Values,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for every name of `shapes`, whole on rank 0, where it is put together when its turn comes.
 
     A collective call, and every rank has to go through the whole of the result.
+
+    Args:
+        dtype: that of `values`.
     """
-    return _collect(_gather_parts(module, grid), module, shapes, grid, values)
+    return _collect(_gather_parts(module, grid), module, shapes, grid, values, dtype)
 
 
 def _gather_parts(module: torch.nn.Module, grid: Grid) -> dict[str, list[_Part]]:
@@ -135,10 +142,11 @@ def _collect(
     shapes: Mapping[str, tuple[int, ...]],
     grid: Grid,
     values: Values,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor whole on rank 0; the other ranks send their slices and yield nothing of use."""
     local = {segment.hf_name: (param, segment) for param, segment in named_segments(module)}
-    like = next(module.parameters())
+    device = next(module.parameters()).device
     for name, shape in shapes.items():
         whole: torch.Tensor | None = None
         for part in parts[name]:
@@ -148,9 +156,9 @@ def _collect(
                 if part.rank == 0:
                     piece = values(*local[name])
                 else:
-                    piece = torch.empty(part.segment.local_shape, dtype=like.dtype, device=like.device)
+                    piece = torch.empty(part.segment.local_shape, dtype=dtype, device=device)
                     dist.recv(piece, part.rank)
                 if whole is None:
-                    whole = torch.empty(shape, dtype=like.dtype)
+                    whole = torch.empty(shape, dtype=dtype)
                 whole[part.segment.source] = piece.cpu()
         yield name, whole if whole is not None else torch.empty(0)

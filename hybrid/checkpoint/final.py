@@ -18,6 +18,7 @@ from hybrid.convert.files import write_json
 from hybrid.data.build import DataModule
 from hybrid.grid import Grid
 from hybrid.optim.engine import HybridEngine
+from hybrid.optim.state import whole_masters
 from hybrid.tensor_parallel.lora import merged_values
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ def export_trained(
 ) -> None:
     """Write the weights as they are now; a collective call.
 
-    The model goes to `directory`. Of adapters, the merged model does, and they themselves to `adapter` beside it; of
-    the `best` ones there is no merged model, since they are written often.
+    The model goes to `directory`. Of adapters, the merged model does, and they themselves to `adapter` beside it, both
+    made of the fp32 masters; of the `best` ones there is no merged model, since they are written often.
     """
     engine.optimizer.wait_parameters()
     save_tokenizer = data.tokenizer.save if data.tokenizer is not None else None
@@ -40,11 +41,12 @@ def export_trained(
     if lora is not None:
         adapter = directory if best else directory.with_name(ADAPTER)
         base = run.hybrid.init_from
-        export_adapter(module, grid, model, lora, adapter, base=base, save_tokenizer=save_tokenizer)
+        whole = whole_masters(engine.optimizer)
+        export_adapter(module, whole, grid, model, lora, adapter, base=base, save_tokenizer=save_tokenizer)
         _say(adapter)
         if best:
             return
-        export_hf(module, grid, model, directory, save_tokenizer, merged_values(module))
+        export_hf(module, grid, model, directory, save_tokenizer, merged_values(module, whole))
     else:
         export_hf(module, grid, model, directory, save_tokenizer)
     _say(directory)

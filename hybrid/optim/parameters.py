@@ -48,6 +48,24 @@ class ParameterBuckets:
         """A piece of the parameters, flat, in the model's dtype."""
         return self._buffers[piece.bucket][piece.bucket_start : piece.bucket_start + piece.numel]
 
+    def whole(self, pieces: Iterable[Piece], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """fp32 values of the parameters, of which each rank gives its own pieces: by index, flat; a collective call."""
+        found: list[torch.Tensor] = [torch.empty(0)] * sum(len(bucket.placements) for bucket in self.layout.buckets)
+        parts = list(zip(pieces, values, strict=True))
+        for bucket in self.layout.buckets:
+            start, stop = bucket.shard_range(self._shard)
+            shard = torch.zeros(stop - start, dtype=torch.float32, device=self._buffers[bucket.index].device)
+            for piece, value in parts:
+                if piece.bucket == bucket.index:
+                    shard[piece.bucket_start - start :][: piece.numel] = value
+            buffer = shard
+            if self._group is not None:
+                buffer = shard.new_empty(bucket.numel)
+                all_gather_single(buffer, shard, group=self._group)
+            for item in bucket.placements:
+                found[item.index] = buffer[item.start : item.stop]
+        return found
+
     def gather(self) -> None:
         """Launch the all-gather of every bucket, in the order in which the next forward needs them."""
         if self._group is None:

