@@ -20,6 +20,7 @@ SHIPPED = {
     "z2_tp2": 2,
     "z2_tp2_pp2": 4,
     "z2_tp4_sp": 4,
+    "lora_tp2": 2,
     "llama2_7b_tp8_pp1": 64,
     "llama3_8b_tp4_pp2": 64,
     "llama3_70b_tp8_pp8": 512,
@@ -55,6 +56,13 @@ def test_the_default_run() -> None:
     assert (run.hybrid.training.train_steps, run.tokens_per_step, run.gradient_clipping) == (100, 2048, 1.0)
     assert (run.hybrid.training.eval_every, run.optimizer_params["lr"]) == (25, 3e-3)
     assert (run.hybrid.model, run.hybrid.data.source) == ("demo", "demo")
+
+
+def test_the_configuration_of_adapters() -> None:
+    run = load_config("lora_tp2", world_size=4)
+    assert run.hybrid.lora is not None and len(run.hybrid.lora.targets) == 7
+    assert (run.hybrid.lora.r, run.hybrid.lora.alpha, run.parallel.data_parallel_size) == (16, 32.0, 2)
+    assert [load_config(name).hybrid.lora for name in SHIPPED if name != "lora_tp2"] == [None] * (len(SHIPPED) - 1)
 
 
 @pytest.mark.parametrize("name", ["z2_tp2", "z2_tp2.json", "ds_configs/z2_tp2.json", "ds_configs/z2_tp2"])
