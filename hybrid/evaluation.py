@@ -119,7 +119,8 @@ def _open_data(run: RunConfig, split: Split) -> SampleSource:
     found = sets[split]
     if found is None:
         raise ValueError(
-            f"there is no {split} set: hybrid.data.{split}_fraction is 0; set it to what the model was trained with"
+            f"there is no {split} set: hybrid.data.{split}_fraction leaves it nothing; set it to what the model was "
+            "trained with"
         )
     return found
 

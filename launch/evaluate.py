@@ -8,7 +8,7 @@ import os
 
 from hybrid.config.cli import add_arguments, add_finetune_arguments
 from hybrid.entry import leave, run_or_exit_code
-from hybrid.finetune.arguments import finetune_config
+from hybrid.finetune.arguments import evaluation_config
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     group.add_argument("--top_k", type=int, default=0, help="only the k likeliest; 0: all (default: %(default)s)")
     group.add_argument("--top_p", type=float, default=1.0, help="only the likeliest of this probability together")
     args = parser.parse_args()
-    run = run_or_exit_code("evaluate", args, finetune_config)
+    run = run_or_exit_code("evaluate", args, evaluation_config)
     if isinstance(run, int):
         return run
     # Only now: importing torch and DeepSpeed takes seconds, which a wrong configuration should not cost.

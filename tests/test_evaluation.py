@@ -33,5 +33,5 @@ def test_splits_are_those_of_training(pool: WorkerPool, tmp_path: Path) -> None:
     assert whole == train + evaluation + test == int(np.sum(lengths)) - len(lengths)
     assert 0 < evaluation < test < train
     config["hybrid"]["data"]["test_fraction"] = 0.0
-    with pytest.raises(ValueError, match="no test set: hybrid.data.test_fraction is 0"):
+    with pytest.raises(ValueError, match="no test set: hybrid.data.test_fraction leaves it nothing"):
         pool.run(tokens_of, 1, config, ["test"])

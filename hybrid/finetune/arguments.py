@@ -36,6 +36,21 @@ def finetune_config(args: argparse.Namespace, world_size: int | None) -> RunConf
     return run_config_from_args(args, world_size)
 
 
+def evaluation_config(args: argparse.Namespace, world_size: int | None) -> RunConfig:
+    """As `finetune_config`, with something held out for `--split` where that names a held-out set.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    run = finetune_config(args, world_size)
+    data, options = run.hybrid.data, run.hybrid.finetune
+    held_out = {"eval": data.eval_fraction or options.eval_data, "test": data.test_fraction}
+    if not held_out.get(args.split, True):
+        key = f"hybrid.data.{args.split}_fraction"
+        raise ConfigError([f"--split {args.split}, but {key} is 0: set it to what the model was trained with"])
+    return run
+
+
 def _tokenizer_size(run: RunConfig) -> int:
     assert run.hybrid.tokenizer is not None
     try:

@@ -14,7 +14,7 @@ from support.chats import write_tokenizer
 from hybrid.config.cli import add_arguments, add_finetune_arguments
 from hybrid.config.errors import ConfigError
 from hybrid.config.run import RunConfig
-from hybrid.finetune.arguments import finetune_config
+from hybrid.finetune.arguments import evaluation_config, finetune_config
 
 MODEL = {
     "model_type": "llama", "vocab_size": 290, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -44,6 +44,26 @@ def test_the_model_and_its_tokenizer_are_those_of_the_weights(model: Path) -> No
     assert config("--init_from", model, "--model", "demo", "--tokenizer", "demo").hybrid.tokenizer == "demo"
     (model / "tokenizer.json").unlink(), (model / "tokenizer_config.json").unlink()
     assert config("--init_from", model).hybrid.tokenizer is None
+
+
+def test_a_split_that_nothing_is_held_out_for() -> None:
+    def evaluation(split: str, *arguments: str) -> RunConfig:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        add_finetune_arguments(parser)
+        args = parser.parse_args(["--ds_config", "z2", *arguments])
+        args.split = split
+        return evaluation_config(args, 1)
+
+    with pytest.raises(ConfigError, match="--split test, but hybrid.data.test_fraction is 0"):
+        evaluation("test")
+    with pytest.raises(ConfigError, match="--split eval, but hybrid.data.eval_fraction is 0"):
+        evaluation("eval", "--set", "hybrid.data.eval_fraction=0")
+    evaluation("eval", "--set", "hybrid.data.eval_fraction=0", "--eval_data", "rows.jsonl")
+    evaluation("test", "--set", "hybrid.data.test_fraction=0.1")
+    evaluation("train"), evaluation("all")
+    with pytest.raises(ConfigError, match="test_fraction is 0.5: it must be below 0.5, what eval_fraction leaves"):
+        evaluation("all", "--set", "hybrid.data.eval_fraction=0.5", "--set", "hybrid.data.test_fraction=0.5")
 
 
 def test_flags(model: Path) -> None:
