@@ -13,7 +13,7 @@ from hybrid.config.parallel import ParallelConfig, split_layers
 from hybrid.metrics.flops import flops_per_token
 from hybrid.planner import formulas
 from hybrid.planner.memory import microbatch_activations, optimizer_memory, rank_memory
-from hybrid.planner.parameters import num_stage_parameters
+from hybrid.planner.parameters import bucket_layout, num_stage_parameters
 from hybrid.planner.traffic import step_transfers, summarize
 from hybrid.planner.workload import Workload
 
@@ -67,6 +67,12 @@ def test_activations_are_what_a_forward_leaves_behind(pool: Any, c: Case) -> Non
                 assert got["saved"] == pytest.approx(planned - (not last) * got["output"], rel=1e-3)
 
 
+def arriving_on_gloo(w: Workload, stage: int) -> int:
+    """Bytes that the planner, which is about GPUs, leaves out: gloo receives two fp32 buckets beside what it sends."""
+    reduced = w.d > 1 and w.zero_stage > 0
+    return 2 * 4 * max(bucket.numel for bucket in bucket_layout(w, stage).buckets) if reduced else 0
+
+
 @pytest.mark.parametrize("c", STEPS, ids=case_name)
 def test_a_step(pool: Any, c: Case) -> None:
     """Held bytes and traffic exactly, live bytes within 5%, operations within 1%."""
@@ -88,9 +94,11 @@ def test_a_step(pool: Any, c: Case) -> None:
         # The tables and the buffers to receive in are older than this step, the output of the stage is alive as well.
         stream = w.held_tokens * w.model.hidden_size * w.width
         activations = memory.activations - formulas.rope_tables(w)
-        assert got["after_forward"] == pytest.approx(activations, rel=0.05, abs=3 * stream + memory.wire)
+        travelling = memory.wire or arriving_on_gloo(w, stage)
+        assert got["after_forward"] == pytest.approx(activations, rel=0.05, abs=3 * stream + travelling)
         # Beside what is held; the moment of the peak is known less well than what is kept.
-        assert got["peak"] == pytest.approx(memory.total - memory.held, rel=0.3)
+        beside = memory.total - memory.held
+        assert got["peak"] == pytest.approx(beside, rel=0.3, abs=0.3 * beside + travelling - memory.wire)
 
         # torch counts the whole square of a causal mask: 3.5 times the half that the formula has.
         passes = {"full": 4.5}.get(c["recompute"], 3.5)
