@@ -17,6 +17,7 @@ from hybrid.grid import Grid
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
+from hybrid.optim.interleaved import InterleavedEngine
 from hybrid.optim.policy import choose_policy
 from hybrid.optim.schedule import lr_factor
 from hybrid.pipeline.lora import add_adapters
@@ -52,7 +53,8 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
 def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:
     """The engine of this rank, over the module of `build_module`; a collective call."""
     module = build_module(run, grid, device)
-    return HybridEngine(
+    engine = InterleavedEngine if run.hybrid.num_chunks > 1 else HybridEngine
+    return engine(
         module,
         grid,
         deepspeed_config(run),

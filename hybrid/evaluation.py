@@ -65,6 +65,8 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
     Raises:
         ValueError: data, tokenizer and model do not go together.
     """
+    # No schedule here: a stage a rank, as many layers on each as in training.
+    run = replace(run, layers_per_stage=run.layers_per_rank)
     grid = build_grid(run.parallel, run.model.num_key_value_heads)
     data = rank_zero_first(lambda: _open_data(run, request.split)) if request.loss else None
     tokenizer = together(lambda: _tokenizer(run)) if request.prompts else None

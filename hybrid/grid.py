@@ -49,7 +49,7 @@ class Grid:
         return self.pipe_rank == self.parallel.pipeline_model_parallel_size - 1
 
 
-def _group_of(rank: int, rank_lists: Iterable[Sequence[int]]) -> Group:
+def group_of(rank: int, rank_lists: Iterable[Sequence[int]]) -> Group:
     """Make a group for each list (all ranks take part in each call) and return the one that holds `rank`."""
     mine: Group = None
     for ranks in rank_lists:
@@ -90,9 +90,9 @@ def build_grid(parallel: ParallelConfig, num_key_value_heads: int) -> Grid:
         pipe_rank=coordinate.pipe,
         data_rank=coordinate.data,
         tensor_rank=coordinate.model,
-        tensor_group=_group_of(rank, tensor_lists),
-        data_group=_group_of(rank, topology.get_axis_comm_lists("data")),
-        pipe_group=_group_of(rank, pipe_lists),
-        embedding_group=_group_of(rank, [sorted({ranks[0], ranks[-1]}) for ranks in pipe_lists]),
-        kv_group=_group_of(rank, kv_lists),
+        tensor_group=group_of(rank, tensor_lists),
+        data_group=group_of(rank, topology.get_axis_comm_lists("data")),
+        pipe_group=group_of(rank, pipe_lists),
+        embedding_group=group_of(rank, [sorted({ranks[0], ranks[-1]}) for ranks in pipe_lists]),
+        kv_group=group_of(rank, kv_lists),
     )

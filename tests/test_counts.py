@@ -110,7 +110,7 @@ def traced_step(model, micro_batches, layout, seq=SEQ):
     spans = []
     with Tracer() as tracer:
         begin, end = engine.optimizer.begin_microbatch, engine.optimizer.end_microbatch
-        engine.optimizer.begin_microbatch = lambda last: (spans.append(len(tracer.events)), begin(last))
+        engine.optimizer.begin_microbatch = lambda **which: (spans.append(len(tracer.events)), begin(**which))
         engine.optimizer.end_microbatch = lambda: (spans.append(len(tracer.events)), end())
         engine.train_batch(batches)
         engine.optimizer.wait_parameters()

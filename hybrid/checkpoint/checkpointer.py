@@ -91,7 +91,7 @@ class Checkpointer:
             dtype = str(engine.optimizer.dtype).removeprefix("torch.")
             layout = Layout(
                 tensor_model_parallel_size=self._run.parallel.tensor_model_parallel_size,
-                layers_per_stage=self._run.layers_per_stage,
+                layers_per_stage=self._run.layers_per_rank,
             )
             job.manifest = make_manifest(self._run.model, layout, dtype, SHARDED, {})
             job.beside = lambda staging: self._write_beside(staging, progress, dtype)

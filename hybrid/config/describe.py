@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid.config.model import num_parameters
-from hybrid.config.parallel import even_shard, kv_head_shard, padded_vocab_size, stage_ranges
+from hybrid.config.parallel import even_shard, kv_head_shard, padded_vocab_size, rank_stages, stage_ranges
 from hybrid.config.run import RunConfig
 
 _NONE = "-"
@@ -22,7 +22,8 @@ def _summary(run: RunConfig) -> list[str]:
         f"model       {num_parameters(run.model):,} parameters in {run.precision}",
         f"world       {grid.world_size} ranks = pipeline {grid.pipeline_model_parallel_size} x data "
         f"{grid.data_parallel_size} x tensor {grid.tensor_model_parallel_size}"
-        + (" with sequence parallelism" if grid.sequence_parallel else ""),
+        + (" with sequence parallelism" if grid.sequence_parallel else "")
+        + (f", {run.hybrid.num_chunks} interleaved stages a rank" if run.hybrid.num_chunks > 1 else ""),
         f"batch       {run.global_batch_size} samples = {run.micro_batch_size} per microbatch x "
         f"{run.gradient_accumulation_steps} microbatches x data {grid.data_parallel_size}, "
         f"{run.tokens_per_step:,} tokens a step",
@@ -40,11 +41,14 @@ def rank_map(run: RunConfig) -> list[str]:
     tp, dp = grid.tensor_model_parallel_size, grid.data_parallel_size
     header = ["ranks", "pipe", "data", "tensor", "decoder layers", "also", "q heads", "kv heads", "vocabulary rows"]
     rows = [header]
-    for pipe, layers in enumerate(stage_ranges(run.layers_per_stage)):
+    stages = stage_ranges(run.layers_per_stage)
+    for pipe in range(grid.pipeline_model_parallel_size):
+        held = [stages[s] for s in rank_stages(len(stages), grid.pipeline_model_parallel_size, pipe)]
+        layers = ", ".join(_span(stage.start, stage.stop) for stage in held)
         ends = _ends(run, pipe)
         for tensor in range(tp):
             ranks = range(pipe * dp * tp + tensor, (pipe + 1) * dp * tp, tp)
-            row = [_ranks(ranks), str(pipe), _span(0, dp), str(tensor), _span(layers.start, layers.stop)]
+            row = [_ranks(ranks), str(pipe), _span(0, dp), str(tensor), layers]
             rows.append([*row, ends or _NONE, *_heads(run, tensor), _vocabulary(run, tensor) if ends else _NONE])
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hybrid.config.batch import Batch
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import split_layers
 from hybrid.config.training import HybridConfig
@@ -60,11 +61,9 @@ def tensor_problems(hybrid: HybridConfig, model: LlamaConfig) -> list[str]:
         )
     length = hybrid.data.seq_length
     if hybrid.sequence_parallel and length % tp:
-        below = length // tp * tp
-        lengths = f"{below} or {below + tp}" if below else str(tp)
         found.append(
             f"seq_length {length} is not divisible by tensor_model_parallel_size {tp}, over which sequence_parallel "
-            f"shards it: use {lengths}, or set sequence_parallel to false"
+            f"shards it: use {_neighbours(length, tp)}, or set sequence_parallel to false"
         )
     return found
 
@@ -85,17 +84,19 @@ def sequence_problems(hybrid: HybridConfig, model: LlamaConfig) -> list[str]:
 def pipeline_problems(hybrid: HybridConfig, model: LlamaConfig) -> list[str]:
     """Whether every stage gets a layer and every layer a stage."""
     layers, pp, split = model.num_hidden_layers, hybrid.pipeline_model_parallel_size, hybrid.pipeline_split
-    found = []
-    if layers < pp:
+    chunks, stages = hybrid.num_chunks, hybrid.num_stages
+    wanted = f"pipeline_model_parallel_size {pp}" + (f" x pipeline_chunks {chunks} = {stages}" if chunks > 1 else "")
+    found = _chunk_problems(hybrid)
+    if layers < stages:
+        fewer = ", or use fewer pipeline_chunks or pipeline_schedule 1f1b" if chunks > 1 else ""
         found.append(
-            f"num_hidden_layers {layers} is less than pipeline_model_parallel_size {pp}, and each stage needs a layer: "
-            f"valid pipeline_model_parallel_size values for this model are 1 to {layers}"
+            f"num_hidden_layers {layers} is less than {wanted}, and each stage needs a layer: "
+            f"valid pipeline_model_parallel_size values for this model are 1 to {layers // chunks or 1}{fewer}"
         )
     if split is not None:
-        if len(split) != pp:
+        if len(split) != stages:
             found.append(
-                f"pipeline_split {split} has {len(split)} numbers for pipeline_model_parallel_size {pp}: "
-                f"give one per stage, or leave it out"
+                f"pipeline_split {split} has {len(split)} numbers for {wanted}: give one per stage, or leave it out"
             )
         if sum(split) != layers:
             found.append(
@@ -112,6 +113,51 @@ def pipeline_problems(hybrid: HybridConfig, model: LlamaConfig) -> list[str]:
     if recomputed is not None and recomputed > layers:
         found.append(f"recompute.num_layers {recomputed} is more than num_hidden_layers {layers}: use at most {layers}")
     return found
+
+
+def _chunk_problems(hybrid: HybridConfig) -> list[str]:
+    """Whether several stages on a rank make sense."""
+    pp, chunks = hybrid.pipeline_model_parallel_size, hybrid.pipeline_chunks
+    if hybrid.pipeline_schedule == "1f1b" and chunks is not None:
+        return [
+            f"pipeline_chunks {chunks} has no effect with pipeline_schedule 1f1b, under which a rank holds one stage: "
+            "choose interleaved, or leave it out"
+        ]
+    if hybrid.pipeline_schedule == "interleaved" and pp == 1:
+        return [
+            f"pipeline_schedule interleaved cuts a pipeline's idle time, and pipeline_model_parallel_size {pp} has "
+            "none: use at least 2, or pipeline_schedule 1f1b"
+        ]
+    return []
+
+
+def microbatch_problems(hybrid: HybridConfig, batch: Batch) -> list[str]:
+    """Whether the microbatches of every step fill the interleaved schedule, which takes them in groups of p."""
+    pp, rampup = hybrid.pipeline_model_parallel_size, hybrid.training.batch_rampup
+    if hybrid.pipeline_schedule != "interleaved":
+        return []
+    replicas = batch.micro_size * batch.data_parallel_size
+    rule = f"no multiple of pipeline_model_parallel_size {pp}, as pipeline_schedule interleaved needs it"
+    steps, found = batch.accumulation_steps, []
+    if steps % pp:
+        found.append(
+            f"gradient_accumulation_steps {steps} is {rule}: use {_neighbours(steps, pp)} (train_batch_size "
+            f"{_neighbours(steps, pp, replicas)}), or pipeline_schedule 1f1b"
+        )
+    if rampup is not None:
+        odd = [size for size in range(rampup.start, batch.global_size, rampup.increment) if size % (replicas * pp)]
+        if odd:
+            found.append(
+                f"hybrid.training.batch_rampup has sizes {odd} whose microbatches are {rule}: choose a start and an "
+                f"increment that are multiples of {replicas * pp}, or pipeline_schedule 1f1b"
+            )
+    return found
+
+
+def _neighbours(value: int, of: int, times: int = 1) -> str:
+    """The multiples of `of` on both sides of `value`, `times` as large."""
+    below = value // of * of
+    return f"{below * times} or {(below + of) * times}" if below else str(of * times)
 
 
 def schedule_problems(hybrid: HybridConfig) -> list[str]:

@@ -111,3 +111,11 @@ def stage_ranges(layers_per_stage: Sequence[int]) -> list[range]:
         ranges.append(range(start, start + count))
         start += count
     return ranges
+
+
+def rank_stages(num_stages: int, num_ranks: int, rank: int) -> range:
+    """The stages of a pipeline rank: stage s lies on rank s modulo the ranks (Narayanan et al. 2021, section 2.2).
+
+    With as many stages as ranks that is one each; with twice as many, rank 0 of 4 holds stages 0 and 4.
+    """
+    return range(rank, num_stages, num_ranks)

@@ -20,7 +20,13 @@ from hybrid.config.batch import (
 )
 from hybrid.config.deepspeed import deepspeed_problems
 from hybrid.config.errors import ConfigError, shown, unknown_key
-from hybrid.config.layout import balanced_split, layout_problems, schedule_problems, world_problems
+from hybrid.config.layout import (
+    balanced_split,
+    layout_problems,
+    microbatch_problems,
+    schedule_problems,
+    world_problems,
+)
 from hybrid.config.model import LlamaConfig, num_parameters, parse_hf, read_model_json
 from hybrid.config.optimizer import resolve_optimizer
 from hybrid.config.parallel import ParallelConfig
@@ -59,7 +65,7 @@ def resolve_config(
     found += schedule_problems(hybrid)
     batch = _read_batch(tree, hybrid, world_size, found)
     if batch is not None:
-        found += _rampup_problems(hybrid, batch)
+        found += _rampup_problems(hybrid, batch) or microbatch_problems(hybrid, batch)
     found += deepspeed_problems(tree, hybrid.pipeline_model_parallel_size)
     if found:
         raise ConfigError(list(dict.fromkeys(found)), where)
@@ -206,9 +212,7 @@ def _resolved(tree: Mapping[str, Any], hybrid: HybridConfig, model: LlamaConfig,
         data_parallel_size=batch.data_parallel_size,
         sequence_parallel=hybrid.sequence_parallel,
     )
-    split = hybrid.pipeline_split or balanced_split(
-        model, parallel.pipeline_model_parallel_size, hybrid.data.seq_length
-    )
+    split = hybrid.pipeline_split or balanced_split(model, hybrid.num_stages, hybrid.data.seq_length)
     zero = tree.get("zero_optimization", {})
     stage: Literal[0, 1, 2] = zero.get("stage", 0)
     bucket = zero.get("reduce_bucket_size", "auto")

@@ -47,7 +47,13 @@ class RunConfig:
     optimizer_params: dict[str, Any]
     """Every parameter of that optimizer; Adam with coupled decay has `adam_w_mode` false."""
     layers_per_stage: tuple[int, ...]
-    """Decoder layers of each pipeline stage."""
+    """Decoder layers of each pipeline stage, of which a rank holds several under the interleaved schedule."""
+
+    @property
+    def layers_per_rank(self) -> tuple[int, ...]:
+        """Decoder layers of each pipeline rank."""
+        ranks = self.parallel.pipeline_model_parallel_size
+        return tuple(sum(self.layers_per_stage[rank::ranks]) for rank in range(ranks))
 
     @property
     def tokens_per_step(self) -> int:

@@ -198,9 +198,14 @@ class HybridConfig(_Section):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every layer's matrices. Default 1."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    """Stages the decoder layers are cut into. Default 1."""
+    """Ranks the decoder layers are cut over, a stage each. Default 1."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence. Default false."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """`interleaved`: each pipeline rank holds several smaller stages instead of one, which divides the idle time by
+    their number and multiplies the sends by it (Narayanan et al. 2021). Default 1f1b."""
+    pipeline_chunks: int | None = Field(default=None, ge=2)
+    """Stages that each rank holds under `interleaved`. Default 2."""
     pipeline_split: list[int] | None = None
     """Decoder layers of each stage. Default: balanced, with the embedding and the head weighed in."""
     recompute: RecomputeConfig = RecomputeConfig()
@@ -225,6 +230,16 @@ class HybridConfig(_Section):
     """Fine-tuning data."""
     profile: ProfileConfig = ProfileConfig()
     """Profiles, timelines and slow ranks."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages that each pipeline rank holds."""
+        return (self.pipeline_chunks or 2) if self.pipeline_schedule == "interleaved" else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages the decoder layers are cut into, over all pipeline ranks."""
+        return self.pipeline_model_parallel_size * self.num_chunks
 
     @field_validator("recompute", mode="before")
     @classmethod

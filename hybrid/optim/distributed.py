@@ -77,6 +77,7 @@ class DistributedOptimizer:
         grid: this rank's place and groups.
         settings: stage, bucket size, clipping, ...
         make_optimizer: builds the elementwise torch optimizer over this rank's fp32 pieces.
+        chunks: the layers that one backward goes through, where that is not all of them; they share no bucket.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class DistributedOptimizer:
         grid: Grid,
         settings: OptimizerSettings,
         make_optimizer: MakeOptimizer,
+        chunks: Sequence[range] = (),
     ) -> None:
         self.settings = settings
         self._grid = grid
@@ -100,11 +102,13 @@ class DistributedOptimizer:
             bucket_size=settings.bucket_size,
             num_shards=grid.parallel.data_parallel_size if sharded else 1,
             alone=frozenset(i for i, param in enumerate(self.params) if param_spec(param).tied),
+            first=self._last_parameters(layers, chunks),
         )
         self.pieces = self.layout.pieces(shard)
         self.parameters = ParameterBuckets(self.params, self.layout, grid.data_group if sharded else None, shard)
         self.gradients = self._make_gradients(shard)
         self._layer_buckets = self._buckets_by_layer(layers)
+        self._chunk_buckets = [self._span(chunk) for chunk in chunks or [range(len(layers))]]
         self.masters = self._make_masters()
         self.inner = make_optimizer(self._groups())
         self._replicas = ReplicaGradients(
@@ -136,6 +140,19 @@ class DistributedOptimizer:
         }
         return [sorted({bucket_of[id(p)] for _, p in layer if id(p) in bucket_of}, reverse=True) for layer in layers]
 
+    def _last_parameters(
+        self, layers: Sequence[Sequence[tuple[str, nn.Parameter]]], chunks: Sequence[range]
+    ) -> frozenset[int]:
+        """Indices of the parameters with which the chunks' backwards begin."""
+        place = {id(param): index for index, param in enumerate(self.params)}
+        held = [[place[id(p)] for i in chunk for _, p in layers[i] if id(p) in place] for chunk in chunks]
+        return frozenset(min(indices) for indices in held if indices)
+
+    def _span(self, chunk: range) -> range:
+        """The buckets of a chunk's layers: neighbours, since it shares none."""
+        buckets = [bucket for layer in chunk for bucket in self._layer_buckets[layer]]
+        return range(min(buckets), max(buckets) + 1) if buckets else range(0)
+
     def _make_masters(self) -> list[nn.Parameter]:
         """This rank's fp32 pieces; of an fp32 model they are the parameters themselves."""
         masters = []
@@ -165,9 +182,9 @@ class DistributedOptimizer:
     def loss_scale(self) -> float:
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def begin_microbatch(self, last: bool) -> None:
-        """Before a microbatch's backward."""
-        self.gradients.begin_microbatch(last)
+    def begin_microbatch(self, last: bool, chunk: int = 0) -> None:
+        """Before a microbatch's backward through a chunk of the layers; `last`: of the step, through this chunk."""
+        self.gradients.begin_microbatch(last, self._chunk_buckets[chunk])
 
     def end_microbatch(self) -> None:
         """After a microbatch's backward."""

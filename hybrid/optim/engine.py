@@ -51,7 +51,7 @@ class HybridEngine(PipelineEngine):
     ) -> None:
         self._hybrid_grid = grid
         self._settings = settings
-        self._backwards = 0
+        self._backwards = [0] * len(module.chunks)
         self._eval_totals: torch.Tensor | None = None
         super().__init__(
             args=None,
@@ -68,8 +68,8 @@ class HybridEngine(PipelineEngine):
 
     def _configure_optimizer(self, client_optimizer: MakeOptimizer, model_parameters: Any) -> None:
         self._refuse_nothing_to_train()
-        layers = self.module.parameters_by_layer()
-        self.optimizer = DistributedOptimizer(layers, self._hybrid_grid, self._settings, client_optimizer)
+        layers, chunks = self.module.parameters_by_layer(), self.module.chunks
+        self.optimizer = DistributedOptimizer(layers, self._hybrid_grid, self._settings, client_optimizer, chunks)
         self.basic_optimizer = self.optimizer.inner
         self.module.before_layer = self.optimizer.before_layer
 
@@ -83,8 +83,15 @@ class HybridEngine(PipelineEngine):
             raise ValueError("no parameter of the model requires a gradient: leave at least one trainable")
 
     def _train_schedule(self) -> schedule.TrainSchedule:
-        self._backwards = 0
+        self._start_step()
         return super()._train_schedule()
+
+    def _start_step(self) -> None:
+        self._backwards = [0] * len(self.module.chunks)
+
+    def _makes_loss(self, chunk: int) -> bool:
+        """Whether the loss follows this stage of the rank."""
+        return bool(self.is_last_stage()) and chunk == len(self.module.chunks) - 1
 
     def _next_batch(self) -> tuple[Any, torch.Tensor]:
         """(what the first stage takes, labels) of the next microbatch."""
@@ -94,9 +101,9 @@ class HybridEngine(PipelineEngine):
         _, segments = packing
         return (tokens, segments.int()), labels
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        outputs = self.module(self.pipe_buffers["inputs"][buffer_id])
-        if self.is_last_stage():
+    def _exec_forward_pass(self, buffer_id: int, chunk: int = 0) -> None:
+        outputs = self.module(self.pipe_buffers["inputs"][buffer_id], chunk)
+        if self._makes_loss(chunk):
             loss_sum, tokens = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
             outputs = loss_sum
             self.pipe_buffers["labels"][buffer_id] = None
@@ -106,22 +113,28 @@ class HybridEngine(PipelineEngine):
                 self.optimizer.add_loss(loss_sum, tokens)
         self.pipe_buffers["outputs"][buffer_id] = outputs
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        self._backwards += 1
+    def _exec_backward_pass(self, buffer_id: int, chunk: int = 0) -> None:
+        self._backwards[chunk] += 1
         outputs = self.pipe_buffers["outputs"][buffer_id]
-        if self.is_last_stage():
+        if self._makes_loss(chunk):
             grad = torch.full_like(outputs, self.optimizer.backward_scale)
-        elif isinstance(outputs, tuple):  # segment numbers beside the hidden states have no gradient
-            outputs, grad = outputs[0], self.grad_layer[0]
         else:
-            grad = self.grad_layer
-        self.optimizer.begin_microbatch(last=self._backwards == self.micro_batches)
+            grad = self._output_gradient(buffer_id)
+            if isinstance(outputs, tuple):  # segment numbers beside the hidden states have no gradient
+                outputs = outputs[0]
+        self.optimizer.begin_microbatch(last=self._backwards[chunk] == self.micro_batches, chunk=chunk)
         if outputs.requires_grad:  # not of a frozen first stage
             torch.autograd.backward(outputs, grad)
         self.optimizer.end_microbatch()
         self.pipe_buffers["outputs"][buffer_id] = None
-        if self.is_first_stage():
+        if self.is_first_stage() and chunk == 0:
             self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _output_gradient(self, buffer_id: int) -> torch.Tensor:
+        """What the next stage sent back for the hidden states in a buffer."""
+        received: Any = self.grad_layer
+        gradient: torch.Tensor = received[0] if isinstance(received, list) else received
+        return gradient
 
     def _exec_reduce_tied_grads(self) -> None:
         """Nothing: tied gradients are summed on the reduced shards, in `finish_gradients`."""

@@ -80,7 +80,7 @@ class GradientBuckets(ABC):
         self._bucket_of = {item.index: bucket for bucket in layout.buckets for item in bucket.placements}
         self._place_of = {item.index: item for bucket in layout.buckets for item in bucket.placements}
         self._launching = False
-        self._next = 0
+        self._next = self._stop = 0
         self._missing: list[int] = []
         self._in_flight: deque[Callable[[], None]] = deque()
         self._norms: list[torch.Tensor] = []
@@ -96,10 +96,12 @@ class GradientBuckets(ABC):
             self._missing[self._bucket_of[index].index] -= 1
             self._launch_ready()
 
-    def begin_microbatch(self, last: bool) -> None:
-        """Called before a microbatch's backward; `last` marks the step's last one."""
+    def begin_microbatch(self, last: bool, buckets: range | None = None) -> None:
+        """Called before a microbatch's backward through the parameters of `buckets`, by default all; `last` marks the
+        last one of the step that goes through them."""
         self._launching = self._communicates(last)
-        self._next = 0
+        buckets = range(len(self._layout.buckets)) if buckets is None else buckets
+        self._next, self._stop = buckets.start, buckets.stop
         self._missing = [len(bucket.placements) for bucket in self._layout.buckets]
 
     def end_microbatch(self) -> None:
@@ -111,7 +113,7 @@ class GradientBuckets(ABC):
 
     def _launch_ready(self) -> None:
         buckets = self._layout.buckets
-        while self._next < len(buckets) and self._missing[self._next] == 0:
+        while self._next < self._stop and self._missing[self._next] == 0:
             bucket = buckets[self._next]
             gradients = self._complete(bucket)
             # The sum over ranks does not tell whose part was not finite.
@@ -266,7 +268,7 @@ class MicrobatchGradients(GradientBuckets):
     ) -> None:
         super().__init__(params, layout, group, shard)
         self._wire = wire
-        self._first = True
+        self._reduced: set[int] = set()
         device = params[0].device if params else None
         largest = max((bucket.numel for bucket in layout.buckets), default=0)
         self._free = [torch.empty(largest, dtype=wire, device=device) for _ in range(_POOL_SIZE)]
@@ -289,13 +291,9 @@ class MicrobatchGradients(GradientBuckets):
     def _communicates(self, last: bool) -> bool:
         return True
 
-    def begin_microbatch(self, last: bool) -> None:
-        super().begin_microbatch(last)
+    def begin_microbatch(self, last: bool, buckets: range | None = None) -> None:
+        super().begin_microbatch(last, buckets)
         self._received.clear()
-
-    def end_microbatch(self) -> None:
-        super().end_microbatch()
-        self._first = False
 
     def _receive(self, index: int) -> None:
         bucket = self._bucket_of[index]
@@ -334,7 +332,8 @@ class MicrobatchGradients(GradientBuckets):
         buffer = self._filling.pop(bucket.index)
         assert self._group is not None
         reduced = start_reduction(gradients, bucket.shard_range(self._shard), self._group, self._wire)
-        first, shard = self._first, self._shards[bucket.index]
+        first, shard = bucket.index not in self._reduced, self._shards[bucket.index]
+        self._reduced.add(bucket.index)
 
         def finish() -> None:
             if first:
@@ -347,4 +346,4 @@ class MicrobatchGradients(GradientBuckets):
 
     def reset(self) -> None:
         super().reset()
-        self._first = True
+        self._reduced.clear()

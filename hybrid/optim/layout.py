@@ -94,12 +94,13 @@ def build_layout(
     bucket_size: int,
     num_shards: int,
     alone: frozenset[int] = frozenset(),
+    first: frozenset[int] = frozenset(),
     alignment: int = ALIGNMENT,
 ) -> BucketLayout:
     """Lay items of `sizes` elements out in buckets of about `bucket_size` elements.
 
     An item is never cut by a bucket's end, so one that is larger than `bucket_size` makes a bucket of its own, as do
-    the items in `alone`.
+    the items in `alone`; the items in `first` begin one.
 
     Raises:
         ValueError: a size, the bucket size or the number of shards is not positive.
@@ -118,7 +119,7 @@ def build_layout(
         current, end = [], 0
 
     for index, size in enumerate(sizes):
-        if index in alone or end + size > bucket_size:
+        if index in alone or index in first or end + size > bucket_size:
             close()
         current.append(Placement(index, end, size))
         end = _round_up(end + size, alignment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import io
@@ -12,7 +13,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from torch import nn
 
 from hybrid.config.model import LlamaConfig
-from hybrid.config.parallel import stage_ranges
+from hybrid.config.parallel import rank_stages, stage_ranges
 from hybrid.grid import Grid
 from hybrid.model.block import TransformerBlock
 from hybrid.model.init import init_parameters
@@ -34,14 +35,14 @@ FINAL_NORM = "model.norm"
 
 
 class LlamaPipeline(PipelineModule):
-    """This rank's stage of the model, in `dtype`, its weights drawn from `seed`.
+    """This rank's stage of the model, or its several stages, in `dtype`, the weights drawn from `seed`.
 
     Args:
         config: the whole model.
         grid: this rank's place; the tensor-parallel group comes from it.
-        layers_per_stage: decoder blocks of each stage.
+        layers_per_stage: decoder blocks of each stage; the stages are dealt out to the pipeline's ranks in turn.
         recompute: granularity of the decoder blocks that recompute, `none`, `selective` or `full`.
-        recompute_layers: how many blocks of each stage do so; None for all.
+        recompute_layers: how many blocks of each rank do so, its first ones; None for all.
         seed: of the initial weights and of dropout.
     """
 
@@ -66,11 +67,14 @@ class LlamaPipeline(PipelineModule):
             sequence_parallel=grid.parallel.sequence_parallel,
             rng=RNGTracker.for_rank(seed, grid.rank, device) if dropout else None,
         )
+        ranks = grid.parallel.pipeline_model_parallel_size
         self._blocks = stage_ranges(layers_per_stage)
+        self._stages = rank_stages(len(self._blocks), ranks, grid.pipe_rank)
+        recomputing = None if recompute_layers is None else _first_blocks(self._blocks, ranks, recompute_layers)
         self.before_layer: Callable[[int], None] = lambda layer: None
         # Made anew only when the length changes.
         self._rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
-        specs = self._specs(dtype, device, recompute, recompute_layers)
+        specs = self._specs(dtype, device, recompute, recomputing)
         # DeepSpeed prints the partition, which the run's banner says, and broadcasts tied weights under autograd, which
         # would warn of it in the first backward.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
@@ -78,17 +82,16 @@ class LlamaPipeline(PipelineModule):
         init_parameters(self, seed, config.initializer_range)
 
     def _specs(
-        self, dtype: torch.dtype, device: torch.device, recompute: str, recompute_layers: int | None
+        self, dtype: torch.dtype, device: torch.device, recompute: str, recomputing: frozenset[int] | None
     ) -> list[LayerSpec]:
+        """Every layer of the model; the decoder blocks in `recomputing`, None for all, get that granularity."""
         config, tp = self.config, self.tp
         common = {"tp": tp, "dtype": dtype, "device": device}
         vocab = (config.vocab_size, config.hidden_size)
         blocks = []
-        for stage in self._blocks:
-            recomputing = len(stage) if recompute_layers is None else recompute_layers
-            for position, index in enumerate(stage):
-                granularity = recompute if position < recomputing else "none"
-                blocks.append(LayerSpec(TransformerBlock, config, index, recompute=granularity, **common))
+        for index in range(config.num_hidden_layers):
+            granularity = recompute if recomputing is None or index in recomputing else "none"
+            blocks.append(LayerSpec(TransformerBlock, config, index, recompute=granularity, **common))
         norm = LayerSpec(RMSNorm, config.hidden_size, config.rms_norm_eps, name=FINAL_NORM, **common)
         if not config.tie_word_embeddings:
             embedding = LayerSpec(VocabParallelEmbedding, *vocab, name=EMBEDDING, **common)
@@ -102,16 +105,28 @@ class LlamaPipeline(PipelineModule):
         """The explicit split, in pipeline layers: the embedding goes first, norm and head last."""
         stops = [1 + stage.stop for stage in self._blocks]
         self.parts = [0, *stops[:-1], stops[-1] + 2]
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _build(self) -> None:
+        """Build the layers of this rank's stages, one after the other."""
+        self.chunks: list[range] = []
+        """Of each stage of this rank, in the order of the model: where its layers are in `forward_funcs`."""
+        for stage in self._stages:
+            first = len(self.forward_funcs)
+            self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+            super()._build()
+            self.chunks.append(range(first, len(self.forward_funcs)))
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds a pipeline layer."""
+        return (bisect.bisect_right(self.parts, layer_idx) - 1) % int(self.num_stages)
 
     def _loss(self, outputs: HeadOutput, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(summed loss in fp32, supervised tokens) of labels [b, s], already shifted."""
         hidden, weight = outputs
         return linear_cross_entropy(hidden, weight, labels, vocab_size=self.config.vocab_size, tp=self.tp)
 
-    def forward(self, inputs: StageInput) -> StageInput | HeadOutput:
-        """Run this stage: token ids [b, s] or hidden states in, hidden states or (hidden states, head weight) out.
+    def forward(self, inputs: StageInput, chunk: int = 0) -> StageInput | HeadOutput:
+        """Run a stage of this rank: token ids [b, s] or hidden states in, hidden states or (those, head weight) out.
 
         With packed documents the segment numbers [b, s] travel beside the hidden states, and each stage finds in them
         positions and documents: nothing larger crosses.
@@ -119,8 +134,9 @@ class LlamaPipeline(PipelineModule):
         x, segments = inputs if isinstance(inputs, tuple) else (inputs, None)
         rope, documents = self._positions(x, segments)
         output: torch.Tensor | HeadOutput = x
-        for index, layer in enumerate(self.forward_funcs):
+        for index in self.chunks[chunk]:
             self.before_layer(index)
+            layer = self.forward_funcs[index]
             output = layer(output, rope, documents) if isinstance(layer, TransformerBlock) else layer(output)
         if segments is None or isinstance(output, tuple):
             return output
@@ -137,7 +153,7 @@ class LlamaPipeline(PipelineModule):
         return self._rope(x.size(0) * (self.tp.size if self.tp.sequence_sharded else 1), x.device), None
 
     def parameters_by_layer(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """(name, parameter) of each layer of this stage in forward order; a shared one at its first use."""
+        """(name, parameter) of each layer of this rank in forward order; a shared one at its first use."""
         seen: set[int] = set()
         layers = []
         for func in self.forward_funcs:
@@ -147,3 +163,9 @@ class LlamaPipeline(PipelineModule):
             seen.update(id(param) for _, param in fresh)
             layers.append(fresh)
         return layers
+
+
+def _first_blocks(blocks: Sequence[range], ranks: int, count: int) -> frozenset[int]:
+    """Indices of the first `count` decoder blocks of each rank, whose stages have these `blocks`."""
+    held = ([index for stage in blocks[rank::ranks] for index in stage] for rank in range(ranks))
+    return frozenset(index for indices in held for index in indices[:count])

@@ -69,8 +69,9 @@ def request_of(
 
 def _without_layout(base: Mapping[str, Any]) -> dict[str, Any]:
     """The tree for one rank: its layout is what is looked for."""
-    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_split", "sequence_parallel")
-    hybrid = {key: value for key, value in base.get("hybrid", {}).items() if key not in layout}
+    layout = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+    pipeline = ("pipeline_schedule", "pipeline_chunks", "pipeline_split")
+    hybrid = {key: value for key, value in base.get("hybrid", {}).items() if key not in layout + pipeline}
     recompute = hybrid.get("recompute")
     if isinstance(recompute, Mapping):
         hybrid["recompute"] = {key: value for key, value in recompute.items() if key != "num_layers"}

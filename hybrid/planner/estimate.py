@@ -10,7 +10,7 @@ gradients.py, parameters.py):
 * data axis: the reduction behind the last microbatch's backward (every microbatch's under stage 2), the gather behind
   the first forward; of either one bucket always stays exposed.
 * pipeline, 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): m slots of the slowest stage, and the bubble,
-  one slot of every other stage. Sends are exposed.
+  one slot of every other stage, divided by the stages a rank holds. Sends are exposed.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _stage(clock: _Clock, w: Workload, stage: int) -> _Slot:
     """One microbatch on a stage."""
     recomputing = w.recomputing(stage)
     plain, again = _layer(clock, w, "none"), _layer(clock, w, w.recompute)
-    counts = ((plain, w.layers_per_stage[stage] - recomputing), (again, recomputing))
+    counts = ((plain, w.layers(stage) - recomputing), (again, recomputing))
     forward = sum(slot.forward * count for slot, count in counts)
     backward = sum(slot.backward * count for slot, count in counts)
     exposed = [sum(slot.forward_tensor * n for slot, n in counts), sum(slot.backward_tensor * n for slot, n in counts)]
@@ -229,7 +229,8 @@ def estimate(w: Workload, gpu: Gpu, practice: Practice = PLAIN) -> Estimate:
     time = StepTime(
         compute=m * (slot.forward + slot.backward),
         tensor=m * (slot.forward_tensor + slot.backward_tensor),
-        bubble=(sum(other.total * count for other, count in slots.values()) - slot.total) / practice.interleave,
+        bubble=(sum(other.total * count for other, count in slots.values()) - slot.total)
+        / (practice.interleave * w.chunks),
         pipeline=m * sends,
         data=_data_seconds(clock, w, slowest, slot),
         optimizer=clock.elementwise(_STEP_BYTES * owned_elements(w, slowest, 0)) + 4 * clock.e.latency,

@@ -158,7 +158,7 @@ def layer_flops(w: Workload, recompute: Recompute = "none") -> float:
 def stage_flops(w: Workload, stage: int) -> float:
     """Operations of one microbatch on one rank of a stage, as the device does them."""
     recomputing = w.recomputing(stage)
-    plain = w.layers_per_stage[stage] - recomputing
+    plain = w.layers(stage) - recomputing
     flops = recomputing * layer_flops(w, w.recompute) + plain * layer_flops(w)
     if stage == w.p - 1:
         flops += sum(gemm.flops for gemm in head_gemms(w))

@@ -67,14 +67,15 @@ def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, i
     }
 
 
-def microbatch_activations(w: Workload, stage: int) -> int:
-    """Bytes a stage keeps of one microbatch between its forward and its backward; the fused loss's aside."""
-    recomputing = w.recomputing(stage)
-    plain = w.layers_per_stage[stage] - recomputing
+def microbatch_activations(w: Workload, stage: int, chunk: int = 0) -> int:
+    """Bytes a rank keeps of a microbatch between forward and backward of one of its stages; the fused loss's aside."""
+    layers = w.chunk_layers(stage)
+    recomputing = min(max(0, w.recomputing(stage) - sum(layers[:chunk])), layers[chunk])
+    plain = layers[chunk] - recomputing
     kept = recomputing * formulas.layer_activations(w, w.recompute) + plain * formulas.layer_activations(w, "none")
-    if stage == 0:
+    if stage == 0 and chunk == 0:
         kept += formulas.embedding_activations(w)
-    if stage == w.p - 1:
+    if stage == w.p - 1 and chunk == w.chunks - 1:
         return kept + formulas.final_norm_activations(w)
     return kept + _stream(w)  # the output, which waits for its gradient
 
@@ -88,8 +89,10 @@ def rank_memory(w: Workload, stage: int, data_rank: int = 0) -> RankMemory:
 
     The pipeline keeps one buffer to receive hidden states in and one for their gradient (DeepSpeed's PipelineEngine).
     """
-    between = _stream(w) * ((stage > 0) + (stage < w.p - 1))
-    activations = w.in_flight(stage) * microbatch_activations(w, stage) + between + formulas.rope_tables(w)
+    between = _stream(w) * ((stage > 0 or w.chunks > 1) + (stage < w.p - 1 or w.chunks > 1))
+    sizes = [microbatch_activations(w, stage, chunk) for chunk in range(w.chunks)]
+    held = max(sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in w.in_flight(stage))
+    activations = held + between + formulas.rope_tables(w)
     working = formulas.layer_transient(w)
     if w.recomputing(stage) and w.recompute == "full":
         working += formulas.layer_activations(w, "none") - formulas.layer_activations(w, "full")

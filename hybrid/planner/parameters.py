@@ -63,7 +63,7 @@ def stage_parameters(w: Workload, stage: int, tensor_rank: int = 0) -> list[Para
     parameters = []
     if stage == 0:
         parameters.append(_vocabulary(w, tensor_rank))
-    parameters += [parameter for _ in range(w.layers_per_stage[stage]) for parameter in _layer(w)]
+    parameters += [parameter for _ in range(w.layers(stage)) for parameter in _layer(w)]
     if stage == w.p - 1:
         parameters.append(Parameter(h, (0, h), "sequence" if w.sequence_sharded else None))
         if not (w.model.tie_word_embeddings and w.p == 1):
@@ -86,7 +86,8 @@ class _Kind:
     """What a stage's buckets depend on."""
 
     layer: tuple[int, ...]
-    layers: int
+    layers: tuple[int, ...]
+    """Of each stage of the rank."""
     vocabulary: int
     hidden: int
     first: bool
@@ -99,11 +100,14 @@ class _Kind:
 @functools.lru_cache(maxsize=1024)
 def _layout(kind: _Kind) -> BucketLayout:
     shared = kind.tied and kind.first and kind.last
-    sizes = [kind.hidden] * kind.last + list(kind.layer[::-1]) * kind.layers
+    sizes = [kind.hidden] * kind.last + list(kind.layer[::-1]) * sum(kind.layers)
     alone = set()
     if kind.last and not shared:
         sizes.insert(0, kind.vocabulary)
         alone.add(0)
+    # Backward begins with the last stage; a stage shares no bucket with another.
+    head = len(sizes) - sum(kind.layers) * len(kind.layer)
+    begins = {head + sum(kind.layers[chunk:]) * len(kind.layer) for chunk in range(1, len(kind.layers))}
     if kind.first:
         alone.add(len(sizes))
         sizes.append(kind.vocabulary)
@@ -112,13 +116,14 @@ def _layout(kind: _Kind) -> BucketLayout:
         bucket_size=kind.bucket_size,
         num_shards=kind.shards,
         alone=frozenset(alone if kind.tied else ()),
+        first=frozenset(begins),
     )
 
 
 def _kind(w: Workload, stage: int) -> _Kind:
     return _Kind(
         layer=tuple(parameter.numel for parameter in _layer(w)),
-        layers=w.layers_per_stage[stage],
+        layers=w.chunk_layers(stage),
         vocabulary=w.local_vocab * w.model.hidden_size,
         hidden=w.model.hidden_size,
         first=stage == 0,

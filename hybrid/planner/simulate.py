@@ -17,7 +17,7 @@ class Slot:
 
 
 def simulate(streams: Sequence[Sequence[str]], seconds: Sequence[Mapping[str, float]]) -> list[list[Slot]]:
-    """Play the instruction names of each stage; a receive waits for its send.
+    """Play the instruction names of each rank of a pipeline; a receive waits for its send, in the order of sending.
 
     Args:
         streams: DeepSpeed's instructions by name, in order, stage after stage.
@@ -35,7 +35,7 @@ def simulate(streams: Sequence[Sequence[str]], seconds: Sequence[Mapping[str, fl
             while position[stage] < len(stream):
                 name = stream[position[stage]]
                 index = counts[stage].get(name, 0)
-                ready = _ready(name, stage, index, sent)
+                ready = _ready(name, stage, len(streams), index, sent)
                 if ready is None:
                     break
                 start = max(clocks[stage], ready)
@@ -49,10 +49,13 @@ def simulate(streams: Sequence[Sequence[str]], seconds: Sequence[Mapping[str, fl
     return slots
 
 
-def _ready(name: str, stage: int, index: int, sent: Mapping[tuple[str, int, int], float]) -> float | None:
-    """When a stage may begin an instruction; None while what it waits for has not been sent."""
+def _ready(name: str, stage: int, stages: int, index: int, sent: Mapping[tuple[str, int, int], float]) -> float | None:
+    """When a stage may begin an instruction; None while what it waits for has not been sent.
+
+    Interleaved, the last rank's neighbour is the first.
+    """
     if name == "RecvActivation":
-        return sent.get(("SendActivation", stage - 1, index))
+        return sent.get(("SendActivation", (stage - 1) % stages, index))
     if name == "RecvGrad":
-        return sent.get(("SendGrad", stage + 1, index))
+        return sent.get(("SendGrad", (stage + 1) % stages, index))
     return 0.0

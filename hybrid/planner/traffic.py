@@ -7,7 +7,7 @@ Per microbatch, with the payload T h e of the hidden states (see formulas.py):
     with sequence parallelism (Korthikanti et al. 2022, section 4.2.2): each all-reduce becomes a reduce-scatter and an
         all-gather, and the backward gathers the inputs of the two column-parallel products once more.
     the loss: per chunk of n tokens a maximum (4 n bytes) and a sum (8 n bytes) over the vocabulary's ranks.
-    pipeline: T' h e forward to the next stage, as many back.
+    pipeline: T' h e forward to the next stage, as many back, for each stage that a rank holds.
 
 Per step, with the buckets' N elements: the data-parallel axis moves 4 N (fp32 gradients) into a reduce-scatter, once
 or once a microbatch, and e N out of an all-gather; stage 0 an all-reduce of 4 N. What replicas hold in parts (norms
@@ -72,7 +72,7 @@ def tensor_transfers(w: Workload, stage: int) -> list[Transfer]:
         return []
     counts: Counter[str] = Counter()
     recomputing = w.recomputing(stage) if w.recompute == "full" else 0
-    for index in range(w.layers_per_stage[stage]):
+    for index in range(w.layers(stage)):
         for part in layer_collectives(w, recomputed=index < recomputing).values():
             counts += part
     sharded = w.sequence_sharded
@@ -95,7 +95,8 @@ def _tensor(w: Workload, op: str, payload: int, count: int) -> Transfer:
 
 def pipeline_transfers(w: Workload, stage: int) -> list[Transfer]:
     """What a rank sends to its neighbours in one microbatch."""
-    sends = (stage < w.p - 1) + (stage > 0)
+    # Each stage of the rank sends two ways, but the model's first not back and its last not on.
+    sends = 2 * w.chunks - (stage == 0) - (stage == w.p - 1)
     payload = w.held_tokens * w.model.hidden_size * w.width
     return [Transfer(axis="pipe", op="send", group_size=2, payload=payload, count=sends)] if sends else []
 

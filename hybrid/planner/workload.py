@@ -9,6 +9,7 @@ from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig, kv_replicas, padded_vocab_size
 from hybrid.config.run import Precision
 from hybrid.optim.policy import GradientSharding
+from hybrid.pipeline.rounds import interleaved_rounds
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -22,6 +23,7 @@ class Workload:
     model: LlamaConfig
     parallel: ParallelConfig
     layers_per_stage: tuple[int, ...]
+    """Decoder layers of each stage; more stages than ranks are interleaved."""
     seq_length: int
     micro_batch_size: int
     micro_batches: int
@@ -29,7 +31,7 @@ class Workload:
     precision: Precision = "bf16"
     recompute: Recompute = "none"
     recompute_layers: int | None = None
-    """The first so many layers of each stage recompute; None for all."""
+    """The first so many layers of each rank recompute; None for all."""
     zero_stage: Literal[0, 1, 2] = 1
     gradient_sharding: GradientSharding = "step"
     bucket_size: int = 40_000_000
@@ -47,8 +49,21 @@ class Workload:
 
     @property
     def p(self) -> int:
-        """Pipeline stages."""
+        """Pipeline ranks. Where a function is given a `stage`, it is one of these, with all the stages it holds."""
         return self.parallel.pipeline_model_parallel_size
+
+    @property
+    def chunks(self) -> int:
+        """Stages that each pipeline rank holds."""
+        return len(self.layers_per_stage) // self.p
+
+    def chunk_layers(self, stage: int) -> tuple[int, ...]:
+        """Decoder layers of each of a rank's stages."""
+        return self.layers_per_stage[stage :: self.p]
+
+    def layers(self, stage: int) -> int:
+        """Decoder layers of a rank."""
+        return sum(self.chunk_layers(stage))
 
     @property
     def d(self) -> int:
@@ -102,19 +117,31 @@ class Workload:
         return padded_vocab_size(self.model.vocab_size, self.t) // self.t
 
     def recomputing(self, stage: int) -> int:
-        """Layers of a stage that recompute."""
+        """Layers of a rank that recompute."""
         if self.recompute == "none":
             return 0
-        layers = self.layers_per_stage[stage]
+        layers = self.layers(stage)
         return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
 
-    def in_flight(self, stage: int) -> int:
-        """Microbatches whose activations a stage holds at once under 1F1B (Narayanan et al. 2021)."""
-        return min(self.micro_batches, self.p - stage)
+    def in_flight(self, stage: int) -> list[tuple[int, ...]]:
+        """Microbatches whose activations a rank holds for each of its stages, after one or another forward.
+
+        1F1B holds as many as there are stages from this one on (Narayanan et al. 2021), if there are so many.
+        """
+        if self.chunks == 1:
+            return [(min(self.micro_batches, self.p - stage),)]
+        held, moments = [0] * self.chunks, []
+        for forward, backward in interleaved_rounds(self.micro_batches, self.p, stage, self.chunks):
+            if forward is not None:
+                held[forward[0]] += 1
+                moments.append(tuple(held))
+            if backward is not None:
+                held[backward[0]] -= 1
+        return moments
 
     def distinct_stages(self) -> list[tuple[int, int]]:
         """(stage, how many are like it) but for the microbatches in flight, of which the one given has most."""
-        counts: dict[tuple[int, bool, bool], list[int]] = {}
-        for stage, layers in enumerate(self.layers_per_stage):
-            counts.setdefault((layers, stage == 0, stage == self.p - 1), []).append(stage)
+        counts: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
+        for stage in range(self.p):
+            counts.setdefault((self.chunk_layers(stage), stage == 0, stage == self.p - 1), []).append(stage)
         return [(stages[0], len(stages)) for stages in counts.values()]

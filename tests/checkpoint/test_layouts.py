@@ -102,6 +102,33 @@ def test_any_layout_to_any_other(
     assert step_samples(saved) + step_samples(resumed) == expected_samples
 
 
+INTERLEAVED = {"pipeline_schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "before", "after"),
+    [((1, 2, 2, 2), (2, 1, 1, 1), INTERLEAVED, {}), ((1, 2, 1, 1), (2, 2, 1, 2), {}, INTERLEAVED)],
+    ids=["from-interleaved", "to-interleaved"],
+)
+def test_interleaved_stages_are_a_layout_like_any_other(
+    pool: WorkerPool,
+    uninterrupted: Callable[..., tuple[list[float], list[list[tuple[int, ...]]]]],
+    tmp_path: Path,
+    source: Layout,
+    target: Layout,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> None:
+    tokens, folder = write_tokens(tmp_path), tmp_path / "a"
+    pool.run(run, world(source), tree(folder, tokens, source, model=dict(TIED), stop_after_steps=3, **before))
+    pool.run(run, world(target), tree(folder, tokens, target, model=dict(TIED), **after))
+    assert losses(folder) == pytest.approx(uninterrupted(model=dict(TIED))[0], rel=1e-5)
+    checkpoint = open_checkpoint(folder / "checkpoints" / "step-00000008")
+    assert compare_checkpoints(checkpoint, open_checkpoint(folder / "model")).differences == []
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest.layout.pipeline_model_parallel_size == target[1]
+
+
 def step_samples(results: list[dict[str, Any]]) -> list[list[tuple[int, ...]]]:
     """The different samples of each step, over all ranks."""
     return [

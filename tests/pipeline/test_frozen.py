@@ -64,6 +64,15 @@ def test_frozen_under_a_pipeline(pool, changes, frozen, stage):
         assert worst <= 1e-5
 
 
+def test_frozen_stages_of_an_interleaved_pipeline(pool):
+    """The first stage, and one of two that the last rank holds."""
+    for frozen in (("embed_tokens", "layers.0.", "layers.1."), ("layers.2.",)):
+        steps, want, weights = reference({}, frozen)
+        for losses, worst in pool.run(run, 4, {}, frozen, steps, weights, pp=2, chunks=2, stage=2):
+            assert losses == pytest.approx(want, rel=1e-5)
+            assert worst <= 1e-5
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_frozen_first_layers_with_recomputation(pool, recompute):
     frozen = ("embed_tokens", "layers.0.")

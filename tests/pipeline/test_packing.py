@@ -8,7 +8,13 @@ from torch.utils._pytree import tree_leaves
 
 A, B, VOCAB = 5, 7, 131
 SEQ = A + B
-LAYOUTS = [(1, {}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2, "sp": True})]
+LAYOUTS = [
+    (1, {}),
+    (2, {"tp": 2, "sp": True}),
+    (2, {"pp": 2}),
+    (2, {"pp": 2, "chunks": 2, "stage": 2}),
+    (4, {"tp": 2, "pp": 2, "sp": True}),
+]
 
 
 def documents(seed):

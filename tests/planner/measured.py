@@ -29,14 +29,16 @@ Case = dict[str, Any]
 
 def case(tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> Case:
     """One layout of the small model; `model` changes its shape."""
-    defaults = {"sp": False, "stage": 1, "recompute": "none", "micro_batches": 2, "batch": 1, "dtype": "bf16",
-                "wire": "fp32", "gradient_sharding": "step", "model": {}}  # fmt: skip
+    defaults = {"sp": False, "chunks": 1, "stage": 1, "recompute": "none", "micro_batches": 2, "batch": 1,
+                "dtype": "bf16", "wire": "fp32", "gradient_sharding": "step", "model": {}}  # fmt: skip
     return {**defaults, "tp": tp, "pp": pp, "dp": dp, **changes}
 
 
 def case_name(c: Case) -> str:
     """A short id."""
-    extra = [str(c[k]) for k in ("recompute", "dtype", "wire") if c[k] not in ("none", "bf16", "fp32")]
+    extra = [f"x{c['chunks']}"] * (c["chunks"] > 1) + [
+        str(c[k]) for k in ("recompute", "dtype", "wire") if c[k] not in ("none", "bf16", "fp32")
+    ]
     model = "".join(f"-{k}{v}" for k, v in c["model"].items())
     sharding = f"-{c['gradient_sharding']}" if c["stage"] == 2 else ""
     name = f"tp{c['tp']}pp{c['pp']}dp{c['dp']}{'sp' if c['sp'] else ''}-z{c['stage']}{sharding}-b{c['batch']}"
@@ -54,7 +56,7 @@ def workload(c: Case) -> Workload:
             data_parallel_size=c["dp"],
             sequence_parallel=c["sp"],
         ),
-        layers_per_stage=split_layers(model.num_hidden_layers, c["pp"]),
+        layers_per_stage=split_layers(model.num_hidden_layers, c["pp"] * c["chunks"]),
         seq_length=SEQ,
         micro_batch_size=c["batch"],
         micro_batches=c["micro_batches"],
@@ -76,6 +78,7 @@ def engine_of(c: Case) -> Any:
         tp=c["tp"],
         pp=c["pp"],
         sp=c["sp"],
+        chunks=c["chunks"],
         stage=c["stage"],
         micro_batches=c["micro_batches"],
         batch=c["batch"],

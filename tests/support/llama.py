@@ -14,6 +14,7 @@ from hybrid.grid import Grid, build_grid
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
+from hybrid.optim.interleaved import InterleavedEngine
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.params import named_segments
 
@@ -115,9 +116,10 @@ def make_engine(
     options: dict[str, Any] | None = None,
     bucket_size: int = 5000,
     layers_per_stage: tuple[int, ...] | None = None,
+    chunks: int = 1,
     **settings: Any,
 ) -> tuple[HybridEngine, Grid]:
-    """An engine over the running world; what tp and pp leave is data parallel."""
+    """An engine over the running world, interleaved with `chunks`; what tp and pp leave is data parallel."""
     deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
     dp = dist.get_world_size() // (tp * pp)
     parallel = ParallelConfig(
@@ -127,7 +129,7 @@ def make_engine(
     module = LlamaPipeline(
         config,
         grid,
-        layers_per_stage=layers_per_stage or split_layers(config.num_hidden_layers, pp),
+        layers_per_stage=layers_per_stage or split_layers(config.num_hidden_layers, pp * chunks),
         dtype=dtype,
         device=torch.device("cpu"),
         seed=seed,
@@ -140,7 +142,7 @@ def make_engine(
         "zero_optimization": {"stage": 1},
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
     }
-    engine = HybridEngine(
+    engine = (InterleavedEngine if chunks > 1 else HybridEngine)(
         module,
         grid,
         ds_config,
