@@ -88,11 +88,11 @@ def pipeline_problems(hybrid: HybridConfig, model: LlamaConfig) -> list[str]:
     wanted = f"pipeline_model_parallel_size {pp}" + (f" x pipeline_chunks {chunks} = {stages}" if chunks > 1 else "")
     found = _chunk_problems(hybrid)
     if layers < stages:
-        fewer = ", or use fewer pipeline_chunks or pipeline_schedule 1f1b" if chunks > 1 else ""
-        found.append(
-            f"num_hidden_layers {layers} is less than {wanted}, and each stage needs a layer: "
-            f"valid pipeline_model_parallel_size values for this model are 1 to {layers // chunks or 1}{fewer}"
-        )
+        remedy = f"valid pipeline_model_parallel_size values for this model are 1 to {layers}"
+        if chunks > 1:
+            fewer = f"use at most {layers // pp} pipeline_chunks" if layers >= 2 * pp else "use fewer stages"
+            remedy = f"{fewer}, or pipeline_schedule 1f1b"
+        found.append(f"num_hidden_layers {layers} is less than {wanted}, and each stage needs a layer: {remedy}")
     if split is not None:
         if len(split) != stages:
             found.append(

@@ -205,7 +205,7 @@ class HybridConfig(_Section):
     """`interleaved`: each pipeline rank holds several smaller stages instead of one, which divides the idle time by
     their number and multiplies the sends by it (Narayanan et al. 2021). Default 1f1b."""
     pipeline_chunks: int | None = Field(default=None, ge=2)
-    """Stages that each rank holds under `interleaved`. Default 2."""
+    """Stages that each rank holds under `interleaved`, 2 unless given. Default: not given."""
     pipeline_split: list[int] | None = None
     """Decoder layers of each stage. Default: balanced, with the embedding and the head weighed in."""
     recompute: RecomputeConfig = RecomputeConfig()

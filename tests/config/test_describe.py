@@ -10,6 +10,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from hybrid.config.describe import describe, rank_map
 from hybrid.config.load import load_config
+from hybrid.config.resolve import resolve_config
 
 
 def test_the_resolved_configuration_comes_first() -> None:
@@ -45,6 +46,25 @@ def test_replicated_heads_tied_head_and_middle_stages() -> None:
     assert lines[1].split() == "0 0 0 0 0 embedding 0-1 0 (on 2 ranks) 0-511".split()
     assert lines[8].split() == "7 1 0 3 1-2 - 6-7 1 (on 2 ranks) -".split()
     assert lines[9].split() == "8 2 0 0 3 norm, head (tied) 0-1 0 (on 2 ranks) 0-511".split()
+
+
+def test_interleaved_stages() -> None:
+    overrides = [
+        "hybrid.tensor_model_parallel_size=1",
+        "hybrid.pipeline_model_parallel_size=2",
+        "hybrid.pipeline_schedule=interleaved",
+        "hybrid.pipeline_split=[2,1,1,2]",
+        "hybrid.model.num_hidden_layers=6",
+    ]
+    run = load_config(
+        "z2_tp4_sp", [*overrides, 'train_batch_size="auto"', "gradient_accumulation_steps=2"], world_size=2
+    )
+    first, last = (line.split() for line in rank_map(run)[1:])
+    assert first[:8] == "0 0 0 0 0-1, 3 embedding 0-7".split()
+    assert last[:9] == "1 1 0 0 2, 4-5 norm, head".split()
+    assert "2 interleaved stages a rank" in describe(run)
+    again = resolve_config(run.to_dict(), world_size=2)
+    assert again.layers_per_stage == run.layers_per_stage == (2, 1, 1, 2) and again.layers_per_rank == (3, 3)
 
 
 def test_a_rank_of_padding_only() -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid.config.batch import Batch
 from hybrid.config.layout import (
     balanced_split,
     layout_problems,
+    microbatch_problems,
     schedule_problems,
     tensor_parallel_sizes,
     world_problems,
@@ -43,6 +45,18 @@ PP = "pipeline_model_parallel_size"
         ({PP: 2, "pipeline_split": [3, 3]}, {}, ["[3, 3] covers 6 of num_hidden_layers 5"]),
         ({PP: 2, "pipeline_split": [5]}, {}, ["has 1 numbers", f"{PP} 2"]),
         ({PP: 2, "pipeline_split": [5, 0]}, {}, ["a stage with no layer"]),
+        ({PP: 2, "pipeline_chunks": 2}, {}, ["pipeline_chunks 2", "no effect", "1f1b", "interleaved"]),
+        ({"pipeline_schedule": "interleaved"}, {}, ["interleaved", f"{PP} 1", "at least 2", "1f1b"]),
+        (
+            {PP: 2, "pipeline_schedule": "interleaved", "pipeline_chunks": 3},
+            {},
+            ["num_hidden_layers 5", f"{PP} 2 x pipeline_chunks 3 = 6", "at most 2 pipeline_chunks", "1f1b"],
+        ),
+        (
+            {PP: 2, "pipeline_schedule": "interleaved", "pipeline_split": [3, 2]},
+            {},
+            ["2 numbers", f"{PP} 2 x pipeline_chunks 2 = 4"],
+        ),
         ({"data": {"seq_length": 4096}}, {}, ["seq_length 4096", "2048 positions", "rope_scaling"]),
         ({"recompute": {"granularity": "full", "num_layers": 6}}, {}, ["num_layers 6", "at most 5"]),
         ({"recompute": {"num_layers": 1}}, {}, ["granularity none", "selective or full"]),
@@ -106,6 +120,24 @@ def test_world_size() -> None:
     (problem,) = world_problems(hybrid, 6)
     assert "world size 6" in problem and "start 4 or 8 ranks" in problem and "one of 1, 2, 3, 6" in problem
     assert "start 4 ranks" in world_problems(hybrid, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rampup", "words"),
+    [
+        (8, None, []),
+        (6, None, ["gradient_accumulation_steps 6", f"{PP} 4", "use 4 or 8", "train_batch_size 48 or 96", "1f1b"]),
+        (2, None, ["gradient_accumulation_steps 2", "use 4 (train_batch_size 48)"]),
+        (8, {"start": 48, "increment": 48, "samples": 1}, []),
+        (8, {"start": 24, "increment": 24, "samples": 1}, ["batch_rampup", "[24, 72]", "multiples of 48"]),
+    ],
+)
+def test_microbatches_of_the_interleaved_schedule(steps: int, rampup: dict[str, int] | None, words: list[str]) -> None:
+    interleaved = {PP: 4, "pipeline_schedule": "interleaved", "training": {"batch_rampup": rampup}}
+    batch = Batch(global_size=12 * steps, micro_size=2, accumulation_steps=steps, data_parallel_size=6)
+    found = microbatch_problems(HybridConfig.model_validate(interleaved), batch)
+    assert len(found) == bool(words) and all(word in found[0] for word in words)
+    assert microbatch_problems(HybridConfig.model_validate({PP: 4}), batch) == []
 
 
 def test_decay_steps() -> None:

@@ -211,6 +211,15 @@ def ask(config: dict[str, Any], request: Request) -> dict[str, Any]:
     return evaluate(resolve_config(config, dist.get_world_size()), request, torch.device("cpu"))
 
 
+def test_evaluation_of_a_run_with_interleaved_stages(pool: WorkerPool, tmp_path: Path, chats: Path) -> None:
+    model = write_model(tmp_path / "hf", num_hidden_layers=4)
+    request = Request(loss=True, prompts=("hi",), max_new_tokens=6)
+    (want,) = pool.run(ask, 1, tree(tmp_path / "unused", model, chats, layout={}), request)
+    interleaved = tree(tmp_path / "unused", model, chats, layout={**PP, "pipeline_schedule": "interleaved"})
+    for got in pool.run(ask, 2, interleaved, request):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["completions"] == want["completions"]
+
+
 def test_evaluation_agrees_over_layouts(pool: WorkerPool, tmp_path: Path, model: Path, chats: Path) -> None:
     request = Request(loss=True, prompts=("What is 2 plus 2?", "hi"), max_new_tokens=6)
     found = []

@@ -1,11 +1,12 @@
 """Several stages on a rank: the schedule, and training with it against transformers on one process."""
 
 import functools
+import time
 from collections import Counter
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.schedule import TrainSchedule
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 from support.llama import (
     make_batches,
     make_engine,
@@ -160,6 +161,39 @@ def test_evaluation_between_steps(pool):
                 assert loss == pytest.approx(expected, rel=1e-5) and tokens == count
             assert got[1] == got[0][-1] and got[3] == 0, "bitwise the same, and nothing kept"
             assert got[4]["ForwardPass"] == got[4]["BackwardPass"] == 8
+
+
+FORWARD, BACKWARD = 0.03, 0.06
+"""Seconds, slept, of a rank's whole part of a microbatch: far more than the small model takes."""
+
+
+def recorded(layout, micro_batches):
+    """The timeline of a step in which every pass takes so long, from the running engine."""
+    engine, _ = make_engine(small_config(num_hidden_layers=8), micro_batches=micro_batches, batch=1, seq=SEQ, **layout)
+    chunks, kind = len(engine.module.chunks), type(engine)
+
+    def slept(instruction, seconds):
+        def run(self, *args, **kwargs):
+            time.sleep(seconds / chunks)
+            kind._INSTRUCTION_MAP[instruction](self, *args, **kwargs)
+
+        return run
+
+    slow = {ForwardPass: slept(ForwardPass, FORWARD), BackwardPass: slept(BackwardPass, BACKWARD)}
+    engine.__class__ = type("Slow", (kind,), {"_INSTRUCTION_MAP": {**kind._INSTRUCTION_MAP, **slow}})
+    batches = make_batches(2 * micro_batches, 1, SEQ, VOCAB)
+    engine.train_batch(iter(batches))
+    torch.distributed.barrier()
+    with TimelineRecorder(engine) as recorder:
+        engine.train_batch(iter(batches))
+    return recorder.events
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_recorded_bubble_is_below_that_of_1f1b(pool, ranks):
+    before, after = (bubble_ratio(pool.run(recorded, ranks, {"pp": ranks, "chunks": n}, ranks)) for n in (1, 2))
+    # (p - 1) / m and half of it; half of the gain is left to noise.
+    assert after < 0.75 * before, (before, after)
 
 
 def buckets_alive(layout):
