@@ -37,7 +37,7 @@ from hybrid.config.training import HybridConfig, hybrid_paths
 _MIN_BUCKET = 40_000_000
 _BUCKET_PER_REPLICA = 1_000_000
 """Elements. A ring of d ranks sends bucket / d at a time, which must stay large enough to fill the network."""
-_FEWEST_BUCKETS = 8
+_FEWEST_BUCKETS = 20
 """Of a small model: what is in its last bucket is not reduced behind the backward pass, and stage 2 holds two."""
 
 
