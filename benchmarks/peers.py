@@ -74,8 +74,8 @@ def measure(args: argparse.Namespace) -> None:
         rounds = max(args.rounds, args.pairs)
         pairs = interleave(ideal, steps, pairs=args.pairs, limit=args.limit, rounds=rounds)
         rows += [make_row(row, pairs[key], args.limit) if key in pairs else row for key, row in found.items()]
-    if os.environ["RANK"] == "0":
-        Path(os.environ[RESULTS]).write_text(json.dumps([asdict(row) for row in rows]))
+        if os.environ["RANK"] == "0":  # at once: a run that is ended in the middle has measured for minutes
+            Path(os.environ[RESULTS]).write_text(json.dumps([asdict(row) for row in rows]))
     torch.distributed.destroy_process_group()
 
 
@@ -110,19 +110,20 @@ def main() -> int:
     from benchmarks.contestants import LAYOUTS
     from benchmarks.report import Row, conditions, table, write
 
-    rows = []
+    rows: list[Row] = []
+    code = 0
     for ranks in sorted({LAYOUTS[name].ranks for name in args.layouts}):
         with tempfile.TemporaryDirectory() as directory:
             results = Path(directory) / "rows.json"
             os.environ |= {RANKS: str(ranks), RESULTS: str(results)}
-            code = spawn_ranks(ranks, this_command())
-            if code:
-                return code
-            rows += [Row(**row) for row in json.loads(results.read_text())]
-    print(table(rows))
-    print(json.dumps(conditions()))
-    write(rows, args.output)
-    return 0
+            code = code or spawn_ranks(ranks, this_command())
+            if results.exists():
+                rows += [Row(**row) for row in json.loads(results.read_text())]
+    if rows:
+        print(table(rows))
+        print(json.dumps(conditions()))
+        write(rows, args.output)
+    return code
 
 
 if __name__ == "__main__":
