@@ -12,13 +12,13 @@ from hybrid.agreement import everyone, rank_zero_only
 from hybrid.checkpoint import directory
 from hybrid.checkpoint.host import HostBuffers
 from hybrid.checkpoint.parts import saved_parts
-from hybrid.checkpoint.progress import TRAINING_FILE, Progress
+from hybrid.checkpoint.progress import Progress
 from hybrid.checkpoint.rng import rng_state
 from hybrid.checkpoint.writer import BackgroundWriter, Job, Retention
 from hybrid.config.run import RunConfig
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import write_json
-from hybrid.convert.manifest import SHARDED, Layout
+from hybrid.convert.manifest import SHARDED, TRAINING_FILE, Layout
 from hybrid.convert.sharded import make_manifest
 from hybrid.grid import Grid
 from hybrid.optim.engine import HybridEngine

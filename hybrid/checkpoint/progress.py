@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import hybrid
 from hybrid.config.run import RunConfig
 from hybrid.convert.errors import CheckpointError
+from hybrid.convert.manifest import TRAINING_FILE
 from hybrid.optim.engine import HybridEngine
-
-TRAINING_FILE = "training.json"
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy")
 

@@ -19,7 +19,7 @@ _HELP = {
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",
     "resume": "auto (default: the newest complete checkpoint), latest (also without a value), none, or a folder",
-    "init_from": "weights to start from: a Hugging Face folder or hub name, or a sharded checkpoint",
+    "init_from": "weights to start from: a Hugging Face folder or hub name, or a sharded or training checkpoint",
     "save_every": "steps between checkpoints; 0: only at the end",
     "keep_last": "delete all but the newest so many checkpoints; 0: keep all",
     "keep_every": "never delete checkpoints of a multiple of so many steps",

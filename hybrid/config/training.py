@@ -215,7 +215,8 @@ class HybridConfig(_Section):
     tokenizer: str | None = None
     """Folder or name of a Hugging Face tokenizer. Default: that of the model folder, or of the demo data."""
     init_from: str | None = None
-    """Weights to start from: a Hugging Face folder or hub name, or a sharded checkpoint. Default: fresh weights."""
+    """Weights to start from: a Hugging Face folder or hub name, or a sharded or training checkpoint.
+    Default: fresh weights."""
     data: DataConfig = DataConfig()
     """Data."""
     training: TrainingConfig = TrainingConfig()

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints to and from the sharded layout: slicing only, one process, little memory."""
+"""Hugging Face checkpoints to and from the sharded layout: slicing only, but for merging adapters; in little memory."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hybrid.config.errors import ConfigError
+from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.common import DTYPE_NAMES, Job, Result
 from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.hf import parse_size, write_hf
@@ -122,6 +123,8 @@ def _convert(args: argparse.Namespace, write: Callable[[Checkpoint, Job], Result
         print(f"ignored, as the model does not need it: {listed(result.ignored)}")
     if result.masters:
         print("the weights are the fp32 masters of the training checkpoint")
+    if result.merged:
+        print("the adapters of the training checkpoint are merged into the weights")
     gigabytes = result.nbytes / 1e9
     print(
         f"{args.output}: {result.files} files of weights, {gigabytes:,.2f} GB in {seconds:,.1f} s "
@@ -147,7 +150,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    reference, checkpoint = open_checkpoint(args.hf), open_checkpoint(args.checkpoint)
+    reference, checkpoint = open_checkpoint(args.hf), with_merged_adapters(open_checkpoint(args.checkpoint))
     with _bar("comparing", _size(reference)) as progress:
         found = compare_checkpoints(reference, checkpoint, workers=args.workers, progress=progress)
     for line in found.differences:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hybrid.config.model import LlamaConfig
+from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.compare import first_difference
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import copy_companions, highest_token_id, write_json
@@ -50,6 +51,8 @@ class Result:
     """Tensors of the source that the model does not need."""
     masters: bool
     """The weights come from the fp32 masters of a training checkpoint."""
+    merged: bool
+    """Adapters were merged into them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ class Weights:
     dtypes: dict[str, torch.dtype]
     ignored: list[str]
     masters: bool
+    merged: bool
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +74,10 @@ class Weights:
             self.store.tensors[key].nbytes // self.store.tensors[key].dtype.itemsize * self.dtypes[name].itemsize
             for name, key in self.sources.items()
         )
+
+    def result(self, files: int) -> Result:
+        """What is said when they are written to so many files."""
+        return Result(files=files, nbytes=self.nbytes, ignored=self.ignored, masters=self.masters, merged=self.merged)
 
     @property
     def main_dtype(self) -> str:
@@ -81,12 +89,14 @@ class Weights:
 
 
 def checked_weights(source: Checkpoint, dtype: torch.dtype | None) -> Weights:
-    """The weights of a checkpoint that is fit for conversion.
+    """The weights of a checkpoint that is fit for conversion; of adapters, with these merged.
 
     Raises:
         ConfigError: lists all that is wrong with it.
     """
-    config, store = source.config(), source.store
+    config = source.config()
+    merged = with_merged_adapters(source, torch.float32)  # rounded once, to what is written
+    store = merged.store
     problems, ignored = weight_problems(store, config)
     if not problems and config.tie_word_embeddings and HEAD in store:
         problems += tied_head_problems(store)
@@ -100,8 +110,15 @@ def checked_weights(source: Checkpoint, dtype: torch.dtype | None) -> Weights:
     names = hf_shapes(config)
     masters = dtype == torch.float32 and all(state_key(name, "master") in store for name in names)
     sources = {name: state_key(name, "master") if masters else name for name in names}
-    dtypes = {name: dtype or store.tensors[name].dtype for name in names}
-    return Weights(config=config, store=store, sources=sources, dtypes=dtypes, ignored=ignored, masters=masters)
+    return Weights(
+        config=config,
+        store=store,
+        sources=sources,
+        dtypes={name: dtype or source.store.tensors[name].dtype for name in names},
+        ignored=ignored,
+        masters=masters,
+        merged=merged is not source,
+    )
 
 
 def tied_head_problems(store: TensorStore) -> list[str]:

@@ -81,4 +81,4 @@ def write_hf(source: Checkpoint, job: Job, max_shard_bytes: int = MAX_SHARD_BYTE
         write_files(staging, files, weights.store, sharded=False, workers=job.workers, progress=job.progress)
         write_index(staging, shards, weights.nbytes)
         write_companions(source.path, staging, weights.config, weights.main_dtype)
-    return Result(files=len(shards), nbytes=weights.nbytes, ignored=weights.ignored, masters=weights.masters)
+    return weights.result(files=len(shards))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.model import LlamaConfig, num_parameters
+from hybrid.config.training import LoraConfig
+from hybrid.convert.adapters import adapter_shapes, stored_adapters
 from hybrid.convert.checksum import Checksum, checksum, file_checksum
 from hybrid.convert.common import dtype_name, tied_head_problems, vocabulary_problems
 from hybrid.convert.files import COMPANIONS
@@ -54,12 +56,12 @@ def inspect_checkpoint(source: str, *, checksums: bool = False) -> Report:
     if checkpoint.manifest is not None:
         report.lines.append(f"layout      {checkpoint.manifest.layout}")
     try:
-        config = checkpoint.config()
+        config, adapters = checkpoint.config(), stored_adapters(checkpoint)
     except ConfigError as error:
         report.problems += error.violations
     else:
-        report.lines += _model(config, checkpoint.manifest)
-        problems, ignored = weight_problems(checkpoint.store, config)
+        report.lines += [*_model(config, checkpoint.manifest), *_adapters(adapters)]
+        problems, ignored = weight_problems(checkpoint.store, config, adapter_shapes(checkpoint, adapters))
         if not problems and config.tie_word_embeddings and HEAD in checkpoint.store:
             problems += tied_head_problems(checkpoint.store)
         report.problems += [*problems, *vocabulary_problems(checkpoint.path, config)]
@@ -89,6 +91,14 @@ def _model(config: LlamaConfig, manifest: Manifest | None) -> list[str]:
         + "".join(f"; {extra}" for extra in extras if extra),
         f"vocabulary  {config.vocab_size:,}{padded}",
     ]
+
+
+def _adapters(lora: LoraConfig | None) -> Iterator[str]:
+    if lora is not None:
+        yield (
+            f"adapters    LoRA of rank {lora.r}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}; "
+            "to-hf and --init_from merge them into the weights"
+        )
 
 
 def _contents(checkpoint: Checkpoint) -> list[str]:

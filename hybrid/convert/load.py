@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.config.model import LlamaConfig
+from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.names import EMBEDDING, HEAD
 from hybrid.convert.resize import with_more_tokens
@@ -29,7 +30,7 @@ def load_weights(
     """Fill the module's parameters; no collective call, and every rank comes to the same errors.
 
     Only the headers of the files are read, and of their tensors the slices that the module's parameters hold. Weights
-    take the parameters' dtype; vocabulary padding is left as it is.
+    take the parameters' dtype; vocabulary padding is left as it is. Adapters in the checkpoint are merged.
 
     Args:
         source: a folder in any format of `open_checkpoint`, or the name of a repository of the Hugging Face hub.
@@ -38,7 +39,7 @@ def load_weights(
     Raises:
         ConfigError: the checkpoint is not one of this model; lists every name and shape that is wrong.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = with_merged_adapters(open_checkpoint(source), torch.float32)
     if resize_vocab:
         checkpoint = replace(checkpoint, store=with_more_tokens(checkpoint.store, config.vocab_size))
     problems, ignored = weight_problems(checkpoint.store, config)

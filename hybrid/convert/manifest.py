@@ -14,6 +14,9 @@ from hybrid.convert.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 
+TRAINING_FILE = "training.json"
+"""How far a run had come and its configuration, in a training checkpoint."""
+
 SHARDED = "hybrid-llama safetensors"
 """Safetensors files whose headers say which slice of which Hugging Face tensor each tensor is."""
 

@@ -46,7 +46,7 @@ def write_native(source: Checkpoint, layout: Layout, job: Job) -> Result:
         records |= {name: whole_file(staging / name) for name in companions}
         ordered = dict(sorted(records.items()))
         complete(staging, make_manifest(weights.config, layout, weights.main_dtype, DEEPSPEED, ordered))
-    return Result(files=len(layers), nbytes=weights.nbytes, ignored=weights.ignored, masters=weights.masters)
+    return weights.result(files=len(layers))
 
 
 def _assemble(weights: Weights, layer: Layer) -> dict[str, torch.Tensor]:

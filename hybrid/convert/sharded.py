@@ -105,4 +105,4 @@ def write_sharded(source: Checkpoint, layout: Layout, job: Job) -> Result:
         companions = write_companions(source.path, staging, weights.config, weights.main_dtype)
         records = {**files, **{name: whole_file(staging / name) for name in companions}}
         complete(staging, make_manifest(weights.config, layout, weights.main_dtype, SHARDED, records))
-    return Result(files=len(files), nbytes=weights.nbytes, ignored=weights.ignored, masters=weights.masters)
+    return weights.result(files=len(files))

@@ -211,9 +211,18 @@ def _read_layers(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     return {name: _join(name, parts) for name, parts in pieces.items()}
 
 
-def weight_problems(store: TensorStore, config: LlamaConfig) -> tuple[list[str], list[str]]:
-    """(what is wrong, names that are ignored) with a store's weights for a model: strict in names and shapes."""
-    wanted, found = hf_shapes(config), {n: t for n, t in store.tensors.items() if not is_state_key(n)}
+def weight_problems(
+    store: TensorStore, config: LlamaConfig, adapters: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[list[str], list[str]]:
+    """(what is wrong, names that are ignored) with a store's weights for a model: strict in names and shapes.
+
+    Args:
+        adapters: shapes of the matrices there have to be besides.
+    """
+    wanted, found = (
+        {**hf_shapes(config), **(adapters or {})},
+        {n: t for n, t in store.tensors.items() if not is_state_key(n)},
+    )
     ignored = sorted(name for name in found.keys() - wanted.keys() if _HARMLESS.fullmatch(name))
     if config.tie_word_embeddings and "lm_head.weight" in found:
         ignored.append("lm_head.weight")  # a copy of the embedding; `tied_head_problem` holds it to that

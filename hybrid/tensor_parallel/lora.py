@@ -91,8 +91,8 @@ class _Adapter(nn.Module):
         with nullcontext() if alike else self.tp.rng.fork():
             return F.dropout(x, self.settings.dropout)
 
-    def delta(self, segment: Segment, whole: Whole) -> Tensor:
-        """s B A on this rank's slice of one of the base weight's segments, fp32; zero if it has no adapter."""
+    def delta(self, segment: Segment, whole: Whole) -> Tensor | None:
+        """s B A on this rank's slice of one of the base weight's segments, fp32; None if it has no adapter."""
         raise NotImplementedError
 
 
@@ -142,13 +142,13 @@ class ColumnParallelLora(_Adapter):
         first, row = place
         return F.linear(inner[..., first : first + self.settings.r], self.lora_b[row : row + rows])
 
-    def delta(self, segment: Segment, whole: Whole) -> Tensor:
+    def delta(self, segment: Segment, whole: Whole) -> Tensor | None:
         place, rows = self._places.get(segment.hf_name), segment.shard.length
         if place is None:
-            return torch.zeros(segment.local_shape, device=self.base.weight.device)
+            return None
         first, row = place
         a, b = whole(self.lora_a)[first : first + self.settings.r], whole(self.lora_b)[row : row + rows]
-        return self.settings.scale * (b @ a)
+        return low_rank_product(b, a, self.settings.scale)
 
 
 class RowParallelLora(_Adapter):
@@ -180,7 +180,7 @@ class RowParallelLora(_Adapter):
         return torch.add(output, F.linear(inner, self.lora_b), alpha=self.settings.scale)
 
     def delta(self, segment: Segment, whole: Whole) -> Tensor:
-        return self.settings.scale * (whole(self.lora_b) @ whole(self.lora_a))
+        return low_rank_product(whole(self.lora_b), whole(self.lora_a), self.settings.scale)
 
 
 def attach_lora(module: nn.Module, settings: LoraSettings, *, seed: int, rng: RNGTracker | None = None) -> None:
@@ -233,6 +233,19 @@ def model_adapter_shapes(
     return shapes
 
 
+def low_rank_product(b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """`scale` B A of fp32 matrices B [m, r] and A [r, n], its r products added one after the other.
+
+    A GEMM adds them in an order that depends on the shape and the device. In this one every element has the same bits
+    in whatever slice it is computed, so that merged weights do not depend on who merges them.
+    """
+    total = b[:, :1] * a[:1]
+    product = torch.empty_like(total)
+    for k in range(1, a.size(0)):
+        total += torch.mul(b[:, k : k + 1], a[k : k + 1], out=product)
+    return total.mul_(scale)
+
+
 def merged_values(module: nn.Module, whole: Whole) -> Callable[[nn.Parameter, Segment], Tensor]:
     """A function that gives this rank's slice of a segment with the adapter added in fp32, in the weight's dtype; the
     weights stay as they are."""
@@ -242,6 +255,7 @@ def merged_values(module: nn.Module, whole: Whole) -> Callable[[nn.Parameter, Se
     def value(param: nn.Parameter, segment: Segment) -> Tensor:
         slice_ = param.detach()[segment.local]
         adapter = adapters.get(id(param))
-        return slice_ if adapter is None else (slice_.float() + adapter.delta(segment, whole)).to(slice_.dtype)
+        delta = None if adapter is None else adapter.delta(segment, whole)
+        return slice_ if delta is None else (slice_.float() + delta).to(slice_.dtype)
 
     return value
