@@ -12,7 +12,7 @@ from hybrid.config.errors import ConfigError
 from hybrid.config.load import find_config, load_config, read_config
 from hybrid.planner.ask import gpu_counts, planner_model, request_of, scaling
 from hybrid.planner.hardware import gpu_names
-from hybrid.planner.published import compare, published_runs
+from hybrid.planner.published import compare, published_runs, runs_with_tflops
 from hybrid.planner.runs import workload_of
 from hybrid.planner.search import evaluate, search
 from hybrid.planner.text import describe_configured, describe_published, describe_scaling, describe_search
@@ -53,8 +53,7 @@ def _plan(args: argparse.Namespace) -> int:
     base: dict[str, Any] | None = read_config(find_config(args.ds_config)) if args.ds_config else None
     requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]
     if len(requests) > 1:
-        for title, rows in scaling(requests).items():
-            print("\n".join(describe_scaling(rows, title)), end="\n\n")
+        print("\n".join(describe_scaling(scaling(requests), compare(runs_with_tflops()))))
         return 0
     request, found = requests[0], search(requests[0])
     print("\n".join(describe_search(request, found, args.top)))

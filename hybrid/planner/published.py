@@ -17,6 +17,7 @@ from hybrid.planner.search import RECOMPUTE, Candidate, variants
 from hybrid.planner.workload import Recompute, Workload
 
 _TABLE = Path(__file__).parent / "published.json"
+_SPEEDUPS = Path(__file__).parent / "speedups.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,11 @@ class Published:
     """GPU hours of a whole run may hold more than its steps."""
     source: str
     note: str
+    hardware_tflops: float | None = None
+    """TFLOP/s and GPU where the source states them with recomputed operations counted, and all of the attention's
+    square: 96 l h^2 (1 + s / 6h + V / 16 l h) a token (Narayanan et al. 2021, equation 3)."""
+    peak_fraction: float | None = None
+    """Of the GPU's peak, as the source states it beside them."""
 
     def workload(self) -> Workload:
         """The run's layout in this package's terms."""
@@ -83,10 +89,27 @@ class Comparison:
         """Predicted over measured rate, less one."""
         return self.predicted.tokens_per_second / self.run.tokens_per_second - 1 if self.predicted else None
 
+    @property
+    def hardware_tflops(self) -> float | None:
+        """The prediction, counted as the run's own figure is."""
+        stated = self.run.hardware_tflops
+        return None if stated is None or self.error is None else stated * (1 + self.error)
+
+
+def reported_speedups() -> tuple[dict[int, float], str]:
+    """(GPUs to speed-up over 8 of them, what is known of where these were reported)."""
+    table = json.loads(_SPEEDUPS.read_text(encoding="utf-8"))
+    return {int(gpus): speedup for gpus, speedup in table["speedups"].items()}, table["source"]
+
 
 def published_runs() -> list[Published]:
     """All of the table."""
     return [Published(**values) for values in json.loads(_TABLE.read_text(encoding="utf-8"))]
+
+
+def runs_with_tflops() -> list[Published]:
+    """Those whose source states TFLOP/s with recomputation counted."""
+    return [run for run in published_runs() if run.hardware_tflops is not None]
 
 
 def compare(runs: Sequence[Published]) -> list[Comparison]:

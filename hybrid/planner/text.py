@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybrid.config.model import num_parameters
-from hybrid.planner.published import Comparison
+from hybrid.planner.published import Comparison, reported_speedups
 from hybrid.planner.search import RESERVE_GIB, Candidate, Found, Request
 from hybrid.planner.workload import Workload
 
@@ -101,21 +101,63 @@ def _why_not(found: Found) -> list[str]:
     return lines
 
 
-def describe_scaling(rows: Sequence[tuple[Request, Candidate | None]], title: str) -> list[str]:
-    """The fastest layout of each number of GPUs, and the speed-up over the first that fits."""
-    table = [["GPUs", "batch", "layout", "recompute", "step s", "tokens/s/GPU", "TFLOP/s", "MFU", "speed-up", "ideal"]]
+def describe_scaling(
+    answers: Mapping[str, Sequence[tuple[Request, Candidate | None]]], large: Sequence[Comparison]
+) -> list[str]:
+    """A table for each kind of scaling, and what others report; `large`: of runs with hardware TFLOP/s."""
+    tables = [line for title, rows in answers.items() for line in (title, *aligned(scaling_rows(rows)), "")]
+    return [*tables, *_reports(large)]
+
+
+def scaling_rows(rows: Sequence[tuple[Request, Candidate | None]]) -> list[list[str]]:
+    """The fastest layout of each number of GPUs, and the speed-up over the first that fits, beside reported ones."""
+    head = ["GPUs", "batch", "layout", "recompute", "step s", "tokens/s/GPU", "TFLOP/s", "MFU", "speed-up", "ideal"]
+    table = [[*head, "reported", "off"]]
     base: tuple[int, float] | None = None
+    reported, _ = reported_speedups()
     for request, best in rows:
         if best is None:
-            table.append([str(request.gpus), str(request.global_batch), "does not fit", *([""] * 7)])
+            table.append([str(request.gpus), str(request.global_batch), "does not fit", *([""] * 9)])
             continue
         e, w = best.estimate, best.workload
         total = e.tokens_per_second * request.gpus
         base = base or (request.gpus, total)
         row = [str(request.gpus), str(request.global_batch), f"{layout_name(w)} {_gradients(w)}", w.recompute]
         row += [f"{e.time.total:.2f}", f"{e.tokens_per_second:,.0f}", f"{e.tflops:.0f}", f"{e.mfu:.1%}"]
-        table.append([*row, f"{total / base[1]:.1f}", f"{request.gpus / base[0]:.1f}"])
-    return [title, *aligned(table)]
+        row += [f"{total / base[1]:.1f}", f"{request.gpus / base[0]:.1f}"]
+        if request.gpus > base[0] and {request.gpus, base[0]} <= reported.keys():
+            theirs = reported[request.gpus] / reported[base[0]]
+            row += [f"{theirs:.1f}", f"{total / base[1] / theirs - 1:+.1%}"]
+        table.append([*row, *([""] * (len(table[0]) - len(row)))])
+    return table
+
+
+def _reports(large: Sequence[Comparison]) -> list[str]:
+    """What the speed-ups are compared with, and published rates of large runs beside the predicted ones."""
+    reported, source = reported_speedups()
+    first, *rest = reported
+    speedups = ", ".join(f"{reported[gpus]:g} on {gpus:,}" for gpus in rest)
+    return [
+        f"reported: {speedups}, times {first} GPUs; here over the first row that fits. Source: {source}",
+        "",
+        "published rates of large runs, recomputed operations counted:",
+        *aligned(rate_rows(large)),
+        *(f"  {c.run.name}: {c.run.source}; {c.run.note}" for c in large),
+    ]
+
+
+def rate_rows(large: Sequence[Comparison]) -> list[list[str]]:
+    """Published and predicted TFLOP/s and GPU."""
+    table = [["run", "layout", "published TFLOP/s", "of peak", "predicted TFLOP/s", "of peak", "off"]]
+    for c in large:
+        run, predicted = c.run, c.hardware_tflops
+        row = [run.name, f"TP{run.tp} PP{run.pp}", f"{run.hardware_tflops:.0f}", f"{run.peak_fraction:.0%}"]
+        if c.candidate is None or predicted is None or c.error is None:
+            row += ["does not fit", "-", "-"]
+        else:
+            row += [f"{predicted:.0f}", f"{predicted * 1e12 / c.candidate.gpu.matrix_flops:.0%}", f"{c.error:+.1%}"]
+        table.append(row)
+    return table
 
 
 def describe_published(comparisons: Sequence[Comparison]) -> list[str]:

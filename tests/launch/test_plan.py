@@ -41,6 +41,8 @@ def test_seventy_billion_on_sixty_four(tmp_path: Path) -> None:
 def test_scaling_table() -> None:
     code, output, _ = plan("--model", "llama2-7b", "--gpus", "8,64,512", "--global_batch", 1024)
     assert code == 0 and "strong scaling" in output and "weak scaling" in output and "speed-up" in output
+    assert output.count("reported") == 3 and "reported: 7.5 on 64, 58 on 512, 220 on 2,048, times 8 GPUs" in output
+    assert "GPT-1T on 3072 A100" in output and "arXiv:2104.04473, table 1" in output
 
 
 def test_a_configuration_as_it_stands() -> None:
