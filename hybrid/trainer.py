@@ -19,6 +19,7 @@ from hybrid.checkpoint.compatible import check_compatible
 from hybrid.checkpoint.final import BestModel, export_trained
 from hybrid.checkpoint.progress import progress_of
 from hybrid.checkpoint.restore import find_checkpoint, restore
+from hybrid.config.errors import ConfigError
 from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
@@ -116,8 +117,12 @@ class Trainer:
         return int(self.engine.global_steps)
 
     def _make_output(self) -> None:
-        self.output.mkdir(parents=True, exist_ok=True)
-        (self.output / "config.json").write_text(self.run.to_json())
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / "config.json").write_text(self.run.to_json())
+        except OSError as error:
+            problem = f"{self.output}, which cannot be written to ({error.strerror}): name another with --output_dir"
+            raise ConfigError([f"hybrid.training.output_dir is {problem}"]) from None
 
     def train(self) -> int:
         """Run to `train_steps` or to the end of this launch, evaluating and saving on the way.

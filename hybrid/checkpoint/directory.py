@@ -91,7 +91,7 @@ def write_durably(path: Path, text: str) -> None:
 def pointed_to(root: Path) -> str | None:
     """The name in `latest`, or None without one."""
     try:
-        return (root / LATEST).read_text(encoding="utf-8").strip()
+        return (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 

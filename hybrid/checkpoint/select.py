@@ -26,6 +26,8 @@ class Candidates:
     """Folders that may hold what a run can go on from, the preferred one first."""
 
     paths: list[Path] = field(default_factory=list)
+    folder: Path = Path()
+    """Where they were looked for."""
     passed_over: list[str] = field(default_factory=list)
     needed: bool = False
     """Going on was asked for, or there is something to go on from: without a sound candidate the run must not start."""
@@ -39,23 +41,39 @@ def candidates(resume: str, root: Path) -> Candidates:
         root: the run's own folder of checkpoints.
 
     Raises:
-        CheckpointError: the folder named does not exist.
+        CheckpointError: what `resume` names is not there, or the run's own folder cannot be one.
     """
+    if (file := _file_above(root)) is not None:
+        raise CheckpointError(
+            [
+                f"hybrid.training.output_dir is {root.parent}, but {file} is a file, where a folder is needed: "
+                "name another with --output_dir"
+            ]
+        )
     if resume == NONE:
         return Candidates()
     if resume in (AUTO, LATEST):
         found = _all_in(root)
         return replace(found, needed=found.needed or resume == LATEST)
     path = Path(resume).expanduser()
-    if not path.exists():
+    if path.is_file() and path.name == LATEST:
+        path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
+    elif not path.is_dir():
+        fault = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            ["it does not exist: name a checkpoint or a run's folder, or --resume auto or none"], f"--resume {resume}"
+            [
+                f"hybrid.training.resume is {resume}, which {fault}: name the folder of a checkpoint or of a run, or "
+                f"give {AUTO} (the newest of this run, if there is one) or {NONE} (a fresh start)"
+            ]
         )
-    if path.is_file():  # the pointer
-        path = path.parent / path.read_text(encoding="utf-8").strip()
     if (path / MANIFEST).is_file():
-        return Candidates([path], needed=True)
+        return Candidates([path], path, needed=True)
     return replace(_all_in(path / FOLDER if (path / FOLDER).is_dir() else path), needed=True)
+
+
+def _file_above(folder: Path) -> Path | None:
+    """The file that keeps a folder from being made."""
+    return next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
 
 
 def _all_in(root: Path) -> Candidates:
@@ -64,7 +82,7 @@ def _all_in(root: Path) -> Candidates:
     target = pointed_to(root)
     if target is not None and not (root / target).is_dir():
         passed_over.append(f"{target}: the pointer {root / LATEST} names it, but it is not there")
-    return Candidates(list(found.values()), passed_over, needed=bool(found) or target is not None)
+    return Candidates(list(found.values()), root, passed_over, needed=bool(found) or target is not None)
 
 
 def choose(resume: str, root: Path) -> Path | None:
@@ -73,14 +91,16 @@ def choose(resume: str, root: Path) -> Path | None:
     Raises:
         CheckpointError: there is none and a fresh start was not asked for; the same on every rank.
     """
-    outcome: Candidates | str
+    outcome: Candidates | list[str]
     try:
         outcome = candidates(resume, root) if dist.get_rank() == 0 else Candidates()
-    except (ConfigError, OSError) as error:
-        outcome = str(error)
+    except ConfigError as error:
+        outcome = list(error.violations)
+    except OSError as error:
+        outcome = [f"hybrid.training.resume is {resume}, but {error.filename} cannot be read: {error.strerror}"]
     outcome = from_rank_zero(outcome)
-    if isinstance(outcome, str):
-        raise CheckpointError([outcome], f"--resume {resume}")
+    if isinstance(outcome, list):
+        raise CheckpointError(outcome)
     passed_over = list(outcome.passed_over)
     for path in outcome.paths:
         problems = verify(path)
@@ -89,9 +109,12 @@ def choose(resume: str, root: Path) -> Path | None:
             return path
         passed_over.append(f"{path.name}: {'; '.join(problems)}")
     if outcome.needed:
-        remedy = "name a sound checkpoint or run folder, or start afresh with --resume none"
-        reasons = passed_over or ["there is no checkpoint in it"]
-        raise CheckpointError([*reasons, remedy], f"--resume {resume}: no sound checkpoint in {root}")
+        sound = "sound " if passed_over else ""
+        verdict = (
+            f"hybrid.training.resume is {resume}, but {outcome.folder} holds no {sound}checkpoint: name the folder of "
+            "one, or of a run that has one, or start afresh with --resume none"
+        )
+        raise CheckpointError([verdict, *passed_over])
     _say(passed_over)
     return None
 

@@ -126,9 +126,29 @@ def test_nothing_sound_is_an_error_unless_a_fresh_start_was_asked_for(chosen: Ch
 
 def test_wrong_paths(chosen: Chosen, tmp_path: Path) -> None:
     assert chosen("auto", tmp_path / "checkpoints")[0] == "fresh"
-    for resume in ("latest", str(tmp_path), str(tmp_path / "nowhere")):
-        name, _ = chosen(resume, tmp_path / "checkpoints")
-        assert name.startswith("error:") and ("no checkpoint" in name or "does not exist" in name)
+    own, file = tmp_path / "checkpoints", tmp_path / "file"
+    file.touch()
+    remedy = (
+        ": name the folder of a checkpoint or of a run, or give auto (the newest of this run, if there is one) or none"
+    )
+    for resume, root, sentence in [
+        ("latest", own, f"hybrid.training.resume is latest, but {own} holds no checkpoint: name the folder of one"),
+        (tmp_path, own, f"hybrid.training.resume is {tmp_path}, but {tmp_path} holds no checkpoint: name the folder"),
+        (tmp_path / "no", own, f"hybrid.training.resume is {tmp_path / 'no'}, which does not exist{remedy}"),
+        (file / "below", own, f"hybrid.training.resume is {file / 'below'}, which does not exist{remedy}"),
+        (file, own, f"hybrid.training.resume is {file}, which is a file{remedy}"),
+        *(
+            (
+                resume,
+                file / "run" / "checkpoints",
+                f"hybrid.training.output_dir is {file / 'run'}, but {file} is a file",
+            )
+            for resume in ("auto", "none", tmp_path)
+        ),
+    ]:
+        name, _ = chosen(str(resume), root)
+        assert name.startswith(f"error: 1 problem in the configuration:\n  1. {sentence}"), name
+        assert name.count("problem") == 1 and name.count("  1. ") == 1
     (tmp_path / "latest").write_text("step-00000009\n")
     assert "it is not there" in chosen("auto", tmp_path)[0]
 
