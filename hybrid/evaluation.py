@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hybrid.agreement import rank_zero_first, together
 from hybrid.build import build_module
 from hybrid.config.run import RunConfig
+from hybrid.config.training import HybridConfig
 from hybrid.data.build import DataModule, build_data
 from hybrid.data.cache import default_cache_dir
 from hybrid.data.chat.build import build_chat_data
@@ -30,6 +32,8 @@ from hybrid.generate.decode import generate
 from hybrid.generate.sampling import Sampling
 from hybrid.generate.stages import evaluate_loss
 from hybrid.grid import build_grid
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["all", "train", "eval", "test"]
 
@@ -111,8 +115,9 @@ def _open_data(run: RunConfig, split: Split) -> SampleSource:
         undivided = hybrid.data.model_copy(update={"eval_fraction": 0.0, "test_fraction": 0.0})
         finetune = hybrid.finetune.model_copy(update={"eval_data": None})
         run = replace(run, hybrid=hybrid.model_copy(update={"data": undivided, "finetune": finetune}))
-    conversations = hybrid.finetune.format != "auto" or holds_conversations(hybrid.data.source)
+    conversations = reads_conversations(hybrid)
     data: DataModule
+    logger.info("evaluating on %s: %s", "conversations" if conversations else "text", hybrid.data.source)
     if conversations:
         data = build_chat_data(chat_spec(run))
     else:
@@ -125,6 +130,11 @@ def _open_data(run: RunConfig, split: Split) -> SampleSource:
             "trained with"
         )
     return found
+
+
+def reads_conversations(hybrid: HybridConfig) -> bool:
+    """Whether the source is read as fine-tuning data: a format is named, or its rows have one. `demo` alone is text."""
+    return hybrid.finetune.format != "auto" or holds_conversations(hybrid.data.source)
 
 
 def holds_conversations(source: str | Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from hybrid.config.cli import add_arguments, add_finetune_arguments
+from hybrid.config.cli import EITHER_DATA, add_arguments, add_finetune_arguments
 from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import evaluation_config
 
@@ -14,7 +14,7 @@ from hybrid.finetune.arguments import evaluation_config
 def main() -> int:
     """Parse, check, start the ranks if need be, evaluate; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    add_arguments(parser, EITHER_DATA)
     add_finetune_arguments(parser)
     parser.add_argument(
         "--split",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid.config.cli import add_arguments, add_finetune_arguments
+from hybrid.config.cli import CHAT_DATA, add_arguments, add_finetune_arguments
 from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import finetune_config
 
@@ -12,7 +12,7 @@ from hybrid.finetune.arguments import finetune_config
 def main() -> int:
     """Parse, check, start the ranks if need be, train; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    add_arguments(parser, CHAT_DATA)
     add_finetune_arguments(parser)
     parser.add_argument(
         "--show_samples", type=int, default=0, metavar="N", help="print N samples, what is learnt in colour"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from support.runs import tree, write_tokens
 
 from hybrid.config.resolve import resolve_config
 from hybrid.data.indexed import IndexedDataset
-from hybrid.evaluation import Request, evaluate
+from hybrid.evaluation import Request, evaluate, reads_conversations
 
 
 def tokens_of(config: dict[str, Any], splits: list[str]) -> list[int]:
@@ -35,3 +37,20 @@ def test_splits_are_those_of_training(pool: WorkerPool, tmp_path: Path) -> None:
     config["hybrid"]["data"]["test_fraction"] = 0.0
     with pytest.raises(ValueError, match="no test set: hybrid.data.test_fraction leaves it nothing"):
         pool.run(tokens_of, 1, config, ["test"])
+
+
+def test_demo_is_text_unless_a_format_is_named(tmp_path: Path) -> None:
+    config = tree(tmp_path, "demo", (1, 1, 1, 1))
+    assert not reads_conversations(resolve_config(config, 1).hybrid)
+    config["hybrid"]["finetune"] = {"format": "messages"}
+    assert reads_conversations(resolve_config(config, 1).hybrid)
+    root = Path(__file__).parents[1]
+    said = {
+        "pretrain": "demo (text of the standard library), or .jsonl, .txt or .parquet files",
+        "finetune": "demo (short chats about sums), or files or a Hugging Face dataset of conversations",
+        "evaluate": "demo is the text that pretrain.py learns; with --format messages it is the chats that finetune.py",
+    }
+    for script, words in said.items():
+        command = [sys.executable, f"launch/{script}.py", "--help"]
+        done = subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, text=True, capture_output=True)
+        assert words in " ".join(done.stdout.split()), done.stdout + done.stderr

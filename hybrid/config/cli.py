@@ -15,7 +15,6 @@ _HELP = {
     "seq_length": "tokens per sample",
     "model": "preset, folder with a config.json, or JSON file",
     "tokenizer": "folder or name of a Hugging Face tokenizer",
-    "data": "demo, or .jsonl, .txt or .parquet files, or a blend: WEIGHT PATH WEIGHT PATH ...",
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",
     "resume": "auto (default: the newest complete checkpoint), latest (also without a value), none, or a folder",
@@ -33,8 +32,19 @@ _WHOLE_NUMBERS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--ds_config`, a flag for each common key, `--set` and `--dry_run`."""
+TEXT_DATA = (
+    "demo (text of the standard library), or .jsonl, .txt or .parquet files, or a blend: WEIGHT PATH WEIGHT PATH ..."
+)
+CHAT_DATA = "demo (short chats about sums), or files or a Hugging Face dataset of conversations"
+EITHER_DATA = (
+    "text or conversations, by the first row. demo is the text that pretrain.py learns; with --format messages it is "
+    "the chats that finetune.py learns"
+)
+"""What `--data` takes, script by script."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, data: str = TEXT_DATA) -> None:
+    """Add `--ds_config`, a flag for each common key, `--set` and `--dry_run`; `data` says what `--data` takes."""
     parser.add_argument(
         "--ds_config",
         "--deepspeed_config",
@@ -44,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, path in FLAGS.items():
         kind = int if flag in _WHOLE_NUMBERS else str
-        help_text = f"{_HELP[flag]} ({path})"
+        help_text = f"{data if flag == 'data' else _HELP[flag]} ({path})"
         if flag == "data":
             parser.add_argument("--data", nargs="+", metavar="SOURCE", help=help_text)
         elif flag == "resume":
