@@ -10,8 +10,8 @@ from benchmarks.workload import CLIPPING, OPTIMIZER, SEED, Workload
 from hybrid.config.parallel import ParallelConfig
 from hybrid.grid import build_grid
 from hybrid.optim.build import optimizer_factory
-from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 
 

@@ -15,11 +15,11 @@ from hybrid.config.run import RunConfig
 from hybrid.convert.load import load_weights
 from hybrid.grid import Grid
 from hybrid.optim.build import optimizer_factory
-from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.interleaved import InterleavedEngine
 from hybrid.optim.policy import choose_policy
 from hybrid.optim.schedule import lr_factor
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.lora import add_adapters
 from hybrid.pipeline.module import LlamaPipeline
 

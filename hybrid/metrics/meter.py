@@ -23,7 +23,7 @@ _NAMES = {
 }
 """c10d operators that put bytes on the wire. A receive is the other end of a send and counts there.
 
-The only all-to-all here is a reduce-scatter whose pieces are summed where they arrive (optim/gradients.py).
+The only all-to-all here is a reduce-scatter whose pieces are summed where they arrive (optim/reduction.py).
 """
 
 _RING_PASSES: dict[str, Callable[[int], float]] = {

@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from hybrid.grid import Grid
 from hybrid.optim.build import MakeOptimizer
-from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
+from hybrid.optim.distributed import DistributedOptimizer
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 
 Batch = tuple[torch.Tensor, ...]

@@ -10,7 +10,8 @@ from torch import nn
 from hybrid.config.parallel import ParallelConfig
 from hybrid.grid import build_grid
 from hybrid.optim.build import optimizer_factory
-from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
+from hybrid.optim.distributed import DistributedOptimizer
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.tensor_parallel.params import ParamSpec, replicated, set_spec
 
 SHAPES = [(7, 5), (5,), (33, 7), (3, 33), (3,), (101, 3)]

@@ -18,7 +18,8 @@ from hybrid.environment import disable_shared_memory_op, forget_deepspeed_groups
 from hybrid.grid import Grid, build_grid
 from hybrid.metrics.meter import Call, TrafficMeter
 from hybrid.optim.build import optimizer_factory
-from hybrid.optim.distributed import DistributedOptimizer, OptimizerSettings
+from hybrid.optim.distributed import DistributedOptimizer
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.optim.state import memory_bytes
 from hybrid.pipeline import module as pipeline
 from hybrid.planner.workload import Workload

@@ -12,9 +12,9 @@ from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig, split_layers
 from hybrid.grid import Grid, build_grid
 from hybrid.optim.build import optimizer_factory
-from hybrid.optim.distributed import OptimizerSettings
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.interleaved import InterleavedEngine
+from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.params import named_segments
 
