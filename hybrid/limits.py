@@ -24,8 +24,11 @@ class Limits:
     @property
     def asked(self) -> bool:
         """Whether this rank knows a reason to end."""
-        late = self._wall_time is not None and time.monotonic() - self._start > self._wall_time
-        return late or (self._signals is not None and self._signals.received is not None)
+        return self._late or (self._signals is not None and self._signals.received is not None)
+
+    @property
+    def _late(self) -> bool:
+        return self._wall_time is not None and time.monotonic() - self._start > self._wall_time
 
     def count_step(self, asked: bool) -> None:
         """A step is done; `asked` says whether any rank was asked to end. Alike on every rank."""
@@ -50,4 +53,4 @@ class Limits:
             return "hybrid.training.stop_after_steps is reached"
         if self._signals is not None and self._signals.received is not None:
             return f"{self._signals.received.name} was received"
-        return "hybrid.training.max_wall_time is over, or another rank was asked to end"
+        return "hybrid.training.max_wall_time is over" if self._late else "another rank was asked to end"

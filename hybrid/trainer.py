@@ -153,7 +153,6 @@ class Trainer:
             self.export()
         self._summarize()
         self.checkpointer.finish()
-        self._recorder.close()
         if self.grid.rank == 0 and not complete:
             logger.info("%s: the run is saved at step %d of %d", self._limits.reason, self.step, settings.train_steps)
         return 0 if complete else self._limits.exit_code

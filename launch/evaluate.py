@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 
 from hybrid.config.cli import EITHER_DATA, add_arguments, add_finetune_arguments
+from hybrid.config.parser import ArgumentParser
 from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import evaluation_config
 
 
 def main() -> int:
     """Parse, check, start the ranks if need be, evaluate; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     add_arguments(parser, EITHER_DATA)
     add_finetune_arguments(parser)
     parser.add_argument(

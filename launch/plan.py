@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import find_config, load_config, read_config
+from hybrid.config.parser import ArgumentParser
 from hybrid.planner.ask import gpu_counts, planner_model, request_of, scaling
 from hybrid.planner.hardware import gpu_names
 from hybrid.planner.published import compare, published_runs, runs_with_tflops
@@ -19,8 +20,8 @@ from hybrid.planner.text import describe_configured, describe_published, describ
 from hybrid.planner.write import config_of
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="preset, llama-175b, llama-1t, folder with a config.json, or JSON file")
     parser.add_argument("--gpus", type=gpu_counts, metavar="N[,N...]", help="GPUs; several give a scaling table")
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(gpu_names())}, or a JSON file (default: h100)")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from hybrid.config.parser import ArgumentParser
 from hybrid.data import cache
 from hybrid.data.inspection import report
 from hybrid.data.prepare import Counts, TokenizeJob, prepare_corpus
@@ -17,7 +18,7 @@ from hybrid.data.sources import plan_units, source_state
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "--input", required=True, help="file, folder or glob (jsonl, txt, parquet, .gz, .zst), or a dataset"
     )
@@ -32,7 +33,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _inspect(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="prepare_data.py inspect", description="Show what a token file holds.")
+    parser = ArgumentParser(prog="prepare_data.py inspect", description="Show what a token file holds.")
     parser.add_argument("prefix", help="of PREFIX.bin and PREFIX.idx")
     parser.add_argument("--samples", type=int, default=3, help="documents to show (default: %(default)s)")
     parser.add_argument("--tokenizer", help="to decode with; default is the one stored beside the file")

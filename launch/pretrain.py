@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 from hybrid.config.cli import add_arguments, run_config_from_args
+from hybrid.config.parser import ArgumentParser
 from hybrid.entry import leave, run_or_exit_code
 
 
 def main() -> int:
     """Parse, check, start the ranks if need be, train; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     add_arguments(parser)
     run = run_or_exit_code("pretrain", parser.parse_args(), run_config_from_args)
     if isinstance(run, int):

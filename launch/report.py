@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 
 from hybrid.config.errors import ConfigError
+from hybrid.config.parser import ArgumentParser
 
 
 def main() -> int:
     """Parse, read, draw; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
     parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html of the first)")
     args = parser.parse_args()

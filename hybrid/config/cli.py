@@ -71,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser, data: str = TEXT_DATA) -> Non
     )
     parser.add_argument("--dry_run", action="store_true", help="print the resolved configuration and the rank map")
     parser.add_argument("--world_size", type=int, metavar="RANKS", help="with --dry_run: the ranks to plan for")
+    # The usual DeepSpeed command line has it.
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     # Launchers of DeepSpeed and torch before 2.0 add it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hybrid.config.errors import ConfigError
+from hybrid.config.parser import ArgumentParser
 from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.common import DTYPE_NAMES, Job, Result
 from hybrid.convert.errors import CheckpointError, listed
@@ -51,9 +52,9 @@ def _split(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 12,10,10") from None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ArgumentParser:
     """The arguments of every command."""
-    parser = argparse.ArgumentParser(prog="convert.py", description="Convert LLaMA checkpoints. Needs no GPU.")
+    parser = ArgumentParser(prog="convert.py", description="Convert LLaMA checkpoints. Needs no GPU.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_sharded = commands.add_parser("to-sharded", help="to one file per (pipeline, tensor) rank")

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +107,7 @@ class MetricsRecorder:
 
         Args:
             first_step: the next step of the run; 1 for a fresh run, whose files start empty.
-            log_every: steps between lines where the console is not a terminal.
+            log_every: steps between the console's lines.
         """
         self._active = rank == 0
         if not self._active:
@@ -123,22 +121,8 @@ class MetricsRecorder:
         self._log_every = log_every
         self._times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._console = console or Console(soft_wrap=True)
-        self._progress: Progress | None = None
         self._unwritten: dict[str, bytes] = {}
         self._complained = False
-        if self._console.is_terminal:
-            columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=self._console)
-            self._task = self._progress.add_task("starting", total=total_steps, completed=first_step - 1)
-            self._progress.start()
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def record_step(self, metrics: StepMetrics) -> None:
         """Append a step's line and show it."""
@@ -147,11 +131,9 @@ class MetricsRecorder:
         self._append(METRICS_FILE, asdict(metrics))
         self._times.append(metrics.step_time)
         left = timedelta(seconds=round(sum(self._times) / len(self._times) * (self._total - metrics.step)))
-        text = f"{describe(metrics)} | left {left}"
-        if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, description=text)
-        elif metrics.step in (self._first, self._total) or metrics.step % self._log_every == 0:
-            self._show(f"step {metrics.step}/{self._total} | {text}")
+        if metrics.step in (self._first, self._total) or metrics.step % self._log_every == 0:
+            done = f"{metrics.step / self._total:.0%}"
+            self._show(f"step {metrics.step}/{self._total} ({done}, left {left}) | {describe(metrics)}")
 
     def record_evaluation(self, *, step: int, eval_loss: float, eval_tokens: int) -> None:
         """Append an evaluation after `step` and show it."""
@@ -159,11 +141,6 @@ class MetricsRecorder:
             return
         self._append(EVALUATIONS_FILE, {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens})
         self._show(f"step {step}/{self._total} | evaluation loss {eval_loss:.4f} | {eval_tokens} tokens")
-
-    def close(self) -> None:
-        """Give the terminal back."""
-        if self._active and self._progress is not None:
-            self._progress.stop()
 
     def _append(self, name: str, values: Mapping[str, object]) -> None:
         finite = {

@@ -25,7 +25,9 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
         f"recompute {w.recompute}",
         f"{run.tokens_per_step:,} tokens a step: {w.micro_batch_size} samples x {w.micro_batches} microbatches x "
         f"{w.d} replicas of {w.seq_length} tokens",
-        f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go",
+        f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
+        if steps_done < steps
+        else f"step {steps_done} of {steps}: nothing to train",
         f"memory planned: {memory.total / _GIB:.2f} GiB on stage {stage} = parameters {memory.parameters / _GIB:.2f} + "
         f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
         f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "

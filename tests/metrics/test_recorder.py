@@ -58,9 +58,9 @@ def quiet() -> Console:
 
 def test_a_line_has_exactly_the_promised_keys_and_consistent_rates(tmp_path: Path) -> None:
     known = Throughput(devices=4, flops_per_token=2e9, peak_flops=16e12)
-    with MetricsRecorder(tmp_path / "run", rank=0, total_steps=2, console=quiet()) as recorder:
-        recorder.record_step(step_metrics(1))
-        recorder.record_step(step_metrics(2, known))
+    recorder = MetricsRecorder(tmp_path / "run", rank=0, total_steps=2, console=quiet())
+    recorder.record_step(step_metrics(1))
+    recorder.record_step(step_metrics(2, known))
     first, second = read(tmp_path / "run" / "metrics.jsonl")
     assert list(first) == KEYS
     assert first["tokens_per_second"] == 8192 and first["tokens_per_second_per_device"] == 2048
@@ -70,25 +70,25 @@ def test_a_line_has_exactly_the_promised_keys_and_consistent_rates(tmp_path: Pat
 
 
 def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path, rank=0, total_steps=1, console=quiet()) as recorder:
-        recorder.record_step(step_metrics(1, loss=math.nan, grad_norm=math.inf, skipped=True))
-        recorder.record_evaluation(step=1, eval_loss=-math.inf, eval_tokens=0)
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=1, console=quiet())
+    recorder.record_step(step_metrics(1, loss=math.nan, grad_norm=math.inf, skipped=True))
+    recorder.record_evaluation(step=1, eval_loss=-math.inf, eval_tokens=0)
     (line,) = read(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["grad_norm"] is None and line["skipped"] is True
     assert read(tmp_path / "evaluations.jsonl") == [{"step": 1, "eval_loss": None, "eval_tokens": 0}]
 
 
 def test_a_resumed_run_cuts_what_it_repeats_and_a_torn_line(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet()) as recorder:
-        recorder.record_evaluation(step=0, eval_loss=9.0, eval_tokens=7)
-        for step in range(1, 6):
-            recorder.record_step(step_metrics(step, loss=float(step)))
-        recorder.record_evaluation(step=2, eval_loss=2.0, eval_tokens=7)
-        recorder.record_evaluation(step=4, eval_loss=4.0, eval_tokens=7)
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet())
+    recorder.record_evaluation(step=0, eval_loss=9.0, eval_tokens=7)
+    for step in range(1, 6):
+        recorder.record_step(step_metrics(step, loss=float(step)))
+    recorder.record_evaluation(step=2, eval_loss=2.0, eval_tokens=7)
+    recorder.record_evaluation(step=4, eval_loss=4.0, eval_tokens=7)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "lo')
-    with MetricsRecorder(tmp_path, rank=0, total_steps=9, first_step=4, console=quiet()) as recorder:
-        recorder.record_step(step_metrics(4, loss=40.0))
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=9, first_step=4, console=quiet())
+    recorder.record_step(step_metrics(4, loss=40.0))
     assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == [
         (1, 1.0),
         (2, 2.0),
@@ -100,43 +100,43 @@ def test_a_resumed_run_cuts_what_it_repeats_and_a_torn_line(tmp_path: Path) -> N
 
 
 def test_a_fresh_run_starts_with_empty_files(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet()) as recorder:
-        recorder.record_evaluation(step=0, eval_loss=9.0, eval_tokens=7)
-        recorder.record_step(step_metrics(1))
-    MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet()).close()
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet())
+    recorder.record_evaluation(step=0, eval_loss=9.0, eval_tokens=7)
+    recorder.record_step(step_metrics(1))
+    MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet())
     assert read(tmp_path / "metrics.jsonl") == read(tmp_path / "evaluations.jsonl") == []
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with MetricsRecorder(tmp_path / "run", rank=1, total_steps=1) as recorder:
-        recorder.record_step(step_metrics(1))
-        recorder.record_evaluation(step=1, eval_loss=1.0, eval_tokens=1)
+    recorder = MetricsRecorder(tmp_path / "run", rank=1, total_steps=1)
+    recorder.record_step(step_metrics(1))
+    recorder.record_evaluation(step=1, eval_loss=1.0, eval_tokens=1)
     assert not (tmp_path / "run").exists()
 
 
-def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_lines_at_every_so_many_steps(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), soft_wrap=True, width=40)
-    with MetricsRecorder(tmp_path, rank=0, total_steps=7, log_every=3, console=console) as recorder:
-        for step in range(1, 8):
-            recorder.record_step(step_metrics(step, skipped=step == 3))
-        recorder.record_evaluation(step=7, eval_loss=6.25, eval_tokens=100)
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=7, log_every=3, console=console)
+    for step in range(1, 8):
+        recorder.record_step(step_metrics(step, skipped=step == 3))
+    recorder.record_evaluation(step=7, eval_loss=6.25, eval_tokens=100)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 6, 7, 7)]
-    assert "loss 5.0000" in lines[0] and "8,192 tokens/s" in lines[0] and lines[0].endswith("left 0:00:03")
+    assert [line.split(" | ")[0].split(" (")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 6, 7, 7)]
+    assert lines[0].startswith("step 1/7 (14%, left 0:00:03) | loss 5.0000") and "8,192 tokens/s" in lines[0]
     assert "SKIPPED" in lines[1] and "SKIPPED" not in lines[2]
     assert lines[-1] == "step 7/7 | evaluation loss 6.2500 | 100 tokens"
 
 
-def test_a_terminal_shows_progress_and_keeps_evaluations(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=200)
-    with MetricsRecorder(tmp_path, rank=0, total_steps=4, console=console) as recorder:
-        recorder.record_step(step_metrics(1))
-        recorder.record_evaluation(step=1, eval_loss=6.25, eval_tokens=100)
-        recorder.record_step(step_metrics(2))
+def test_a_narrow_terminal_keeps_every_step(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, soft_wrap=True)
+    recorder = MetricsRecorder(tmp_path, rank=0, total_steps=4, console=console)
+    recorder.record_step(step_metrics(1))
+    recorder.record_evaluation(step=1, eval_loss=6.25, eval_tokens=100)
+    recorder.record_step(step_metrics(2))
     assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert "2/4" in shown and "left 0:00:01" in shown and "evaluation loss 6.2500" in shown
+    first, evaluation, second = console.file.getvalue().splitlines()
+    assert "1/4" in first and "evaluation loss 6.2500" in evaluation and "2/4 (50%, left 0:00:01)" in second
 
 
 def test_peak_memory_of_the_process_grows_with_what_it_holds() -> None:

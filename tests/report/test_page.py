@@ -66,18 +66,18 @@ def make_run(pool: Any, folder: Path, pp: int, offset: float) -> Path:
     (folder / "config.json").write_text(load_config(str(folder / "tree.json"), world_size=pp).to_json())
     pool.run(observe, pp, folder, pp)
     throughput = Throughput(devices=pp, flops_per_token=1e6, peak_flops=1e9)
-    with MetricsRecorder(folder, rank=0, total_steps=STEPS) as recorder:
-        for step in range(1, STEPS + 1):
-            skipped = step == 40
-            recorder.record_step(
-                throughput.metrics(
-                    step=step, loss=2 + 3 * math.exp(-step / 30) + 0.1 * math.sin(step * 2.3) + offset,
-                    grad_norm=math.nan if skipped else 1 + math.cos(step) ** 2, lr=1e-3 * min(1, step / 20),
-                    tokens=64, step_time=0.1 + 0.01 * offset, peak_memory_bytes=10**9, skipped=skipped,
-                )
-            )  # fmt: skip
-            if step % 40 == 0:
-                recorder.record_evaluation(step=step, eval_loss=2.1 + offset, eval_tokens=64)
+    recorder = MetricsRecorder(folder, rank=0, total_steps=STEPS)
+    for step in range(1, STEPS + 1):
+        skipped = step == 40
+        recorder.record_step(
+            throughput.metrics(
+                step=step, loss=2 + 3 * math.exp(-step / 30) + 0.1 * math.sin(step * 2.3) + offset,
+                grad_norm=math.nan if skipped else 1 + math.cos(step) ** 2, lr=1e-3 * min(1, step / 20),
+                tokens=64, step_time=0.1 + 0.01 * offset, peak_memory_bytes=10**9, skipped=skipped,
+            )
+        )  # fmt: skip
+        if step % 40 == 0:
+            recorder.record_evaluation(step=step, eval_loss=2.1 + offset, eval_tokens=64)
     return folder
 
 
