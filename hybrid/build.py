@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 
-from hybrid.agreement import together
+from hybrid.agreement import everyone, rank_zero_first, together
 from hybrid.config.deepspeed import deepspeed_config, scheduler_of
 from hybrid.config.run import RunConfig
 from hybrid.convert.load import load_weights
 from hybrid.grid import Grid
+from hybrid.model.kernels import Kernels, choose_kernels, liger_problem
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.interleaved import InterleavedEngine
@@ -41,6 +42,7 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
         seed=run.hybrid.training.seed,
         recompute=recompute.granularity,
         recompute_layers=recompute.num_layers,
+        kernels=_kernels(run, device),
     )
     source, resize_vocab = run.hybrid.init_from, run.hybrid.finetune.resize_vocab
     if source is not None:
@@ -48,6 +50,21 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
     if run.hybrid.lora is not None:
         add_adapters(module, run.hybrid.lora, grid, run.hybrid.training.seed)
     return module
+
+
+def _kernels(run: RunConfig, device: torch.device) -> Kernels:
+    """What `hybrid.kernels` asks for, alike on all ranks, since replicated values must be; a collective call.
+
+    Raises:
+        ConfigError: the run asks for Liger's and some rank cannot run them.
+    """
+    wanted = run.hybrid.kernels
+    problems = everyone(None if wanted == "torch" else liger_problem(device))
+    problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+    kernels = rank_zero_first(lambda: choose_kernels(wanted, problem))
+    if dist.get_rank() == 0 and device.type == "cuda":
+        logger.info("RMSNorm and SwiGLU are %s's%s", kernels.name, f" ({problem})" if problem else "")
+    return kernels
 
 
 def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:

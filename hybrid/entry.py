@@ -41,7 +41,7 @@ def run_or_exit_code(program: str, args: argparse.Namespace, resolve: Resolve) -
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {error}", file=sys.stderr)
         return 2
-    prepare_process()
+    prepare_process(tensor_parallel=run.parallel.tensor_model_parallel_size > 1)
     return run
 
 

@@ -6,8 +6,9 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,14 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may take before the run is given up."""
 
 DEFAULT_MASTER_PORT = 29500
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues that a GPU takes kernels from."""
+
+_BLACKWELL = 10
+"""First compute capability on which Megatron-LM does not ask for a single queue any more."""
+
+_SHOW_CAPABILITY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 
 
 class LaunchError(ValueError):
@@ -35,10 +44,30 @@ def gpu_is_present(device_folder: Path = Path("/dev"), environ: Mapping[str, str
     return (device_folder / "kfd").exists() and any(device_folder.glob("dri/renderD*"))
 
 
-def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
+def compute_capability(command: Sequence[str] = _SHOW_CAPABILITY) -> int | None:
+    """Major compute capability of this host's first NVIDIA GPU, found without starting CUDA; None where not known."""
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.match(r"\s*(\d+)\.\d", listed)
+    return int(found.group(1)) if found else None
+
+
+def connections_in_words(environ: Mapping[str, str] = os.environ) -> str:
+    """Whether kernels start in the order of their launch, for the log of a tensor-parallel run."""
+    value = environ.get(CONNECTIONS)
+    if value == "1":
+        return f"{CONNECTIONS} is 1: tensor-parallel collectives start before the GEMMs that hide them"
+    return f"{CONNECTIONS} is {value or 'not set'}; before Blackwell, 1 keeps tensor-parallel collectives hidden"
+
+
+def prepare_process(environ: MutableMapping[str, str] = os.environ, *, tensor_parallel: bool = False) -> None:
     """Set what must be set before torch is imported; call it first.
 
-    OMP_NUM_THREADS on a machine without GPU (the cores shared out among its ranks) unless the user chose a number.
+    Unless the user chose a number: OMP_NUM_THREADS on a machine without GPU (the cores shared out among its ranks), and
+    for a tensor-parallel run on GPUs before Blackwell CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM demands: with one
+    queue a collective that was launched before a GEMM also starts before it, so that it is hidden behind it.
 
     Raises:
         LaunchError: the launch variables are inconsistent.
@@ -49,6 +78,9 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
         normalise_launch_variables(launch)
         ranks = _integer(launch, "LOCAL_WORLD_SIZE", _integer(launch, "WORLD_SIZE", 1))
         environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    if tensor_parallel and CONNECTIONS not in environ and gpu_is_present(environ=environ):
+        if (compute_capability() or 0) < _BLACKWELL:
+            environ[CONNECTIONS] = "1"
 
 
 def disable_shared_memory_op() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import torch.distributed as dist
 
 from hybrid.agreement import RemoteError
 from hybrid.config.run import RunConfig
-from hybrid.environment import init_distributed, set_up_logging
+from hybrid.environment import connections_in_words, init_distributed, set_up_logging
 from hybrid.signals import StopSignals
 from hybrid.trainer import OpenData, Trainer, open_text_data
 from hybrid.watchdog import start_watchdog
+
+logger = logging.getLogger(__name__)
 
 EXIT_REFUSED = 2
 """Exit code of a run whose files or data are not what its configuration says."""
@@ -32,6 +35,8 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
     with StopSignals() as signals:
         device = init_distributed()
         set_up_logging(dist.get_rank())
+        if device.type == "cuda" and run.parallel.tensor_model_parallel_size > 1:
+            logger.info("%s", connections_in_words())
         watchdog = start_watchdog()
         trainer = None
         try:

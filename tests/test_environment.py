@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from hybrid import environment
-from hybrid.environment import LaunchError, first_host, gpu_is_present, normalise_launch_variables, prepare_process
+from hybrid.environment import (
+    LaunchError,
+    compute_capability,
+    connections_in_words,
+    first_host,
+    gpu_is_present,
+    normalise_launch_variables,
+    prepare_process,
+)
 
 ROOT = Path(environment.__file__).parents[1]
 
@@ -146,6 +154,34 @@ def test_ranks_share_the_cores_of_a_machine_without_gpu() -> None:
     chosen = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "7"}
     prepare_process(chosen)
     assert chosen["OMP_NUM_THREADS"] == "7"
+
+
+def test_tensor_parallel_runs_on_gpus_have_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(
+        present: bool, capability: int | None, given: dict[str, str], tensor_parallel: bool = True
+    ) -> str | None:
+        monkeypatch.setattr(environment, "gpu_is_present", lambda environ: present)
+        monkeypatch.setattr(environment, "compute_capability", lambda: capability)
+        environ = dict(given)
+        prepare_process(environ, tensor_parallel=tensor_parallel)
+        return environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    assert chosen(True, 9, {}) == chosen(True, None, {}) == "1"
+    assert chosen(True, 10, {}) is None
+    assert chosen(True, 9, {}, tensor_parallel=False) is None
+    assert chosen(False, None, {}) is None
+    assert chosen(True, 9, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == "8"
+    assert "is 1: tensor-parallel" in connections_in_words({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert "is 8; before Blackwell, 1" in connections_in_words({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    assert "is not set; before Blackwell, 1" in connections_in_words({})
+
+
+def test_the_compute_capability_is_asked_of_the_driver() -> None:
+    assert compute_capability((sys.executable, "-c", "print('9.0\\n9.0')")) == 9
+    assert compute_capability((sys.executable, "-c", "print('12.0')")) == 12
+    assert compute_capability((sys.executable, "-c", "print('No devices were found')")) is None
+    assert compute_capability((sys.executable, "-c", "raise SystemExit(9)")) is None
+    assert compute_capability(("no-such-tool-of-a-driver",)) is None
 
 
 def test_a_stale_build_lock_does_not_delay_the_start(tmp_path: Path) -> None:

@@ -210,6 +210,9 @@ class HybridConfig(_Section):
     """Decoder layers of each stage. Default: balanced, with the embedding and the head weighed in."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activation recomputation. Default none."""
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Operators of RMSNorm and SwiGLU. `auto`: Liger's on a CUDA device where liger-kernel is installed, else torch's.
+    Default auto."""
     model: str | dict[str, Any] = "demo"
     """Preset name, folder with a config.json, JSON file, or the content of a config.json. Default demo."""
     tokenizer: str | None = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.config.model import LlamaConfig
 from hybrid.model.attention import Attention
+from hybrid.model.kernels import TORCH, Kernels
 from hybrid.model.mlp import MLP
 from hybrid.model.norm import RMSNorm
 from hybrid.model.packing import Visible
@@ -37,6 +38,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         recompute: Recompute = "none",
+        kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         self.recompute = recompute
@@ -46,12 +48,21 @@ class TransformerBlock(nn.Module):
 
         def norm(which: str) -> RMSNorm:
             size, eps = config.hidden_size, config.rms_norm_eps
-            return RMSNorm(size, eps, name=f"{name}.{which}", tp=tp, dtype=dtype, device=device)
+            operator = kernels.rms_norm
+            return RMSNorm(size, eps, name=f"{name}.{which}", tp=tp, dtype=dtype, device=device, operator=operator)
 
         self.input_layernorm = norm("input_layernorm")
         self.self_attn = Attention(config, layer, tp=tp, dtype=dtype, device=device)
         self.post_attention_layernorm = norm("post_attention_layernorm")
-        self.mlp = MLP(config, layer, tp=tp, dtype=dtype, device=device, recompute_product=recompute == "selective")
+        self.mlp = MLP(
+            config,
+            layer,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            recompute_product=recompute == "selective",
+            operator=kernels.swiglu,
+        )
 
     def forward(self, hidden: Tensor, rope: Rope, visible: Visible | None = None) -> Tensor:
         """`visible` replaces the causal rule."""

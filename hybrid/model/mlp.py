@@ -46,7 +46,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class MLP(nn.Module):
     """gate and up as one column-parallel projection, SwiGLU, and a row-parallel projection.
 
-    With `recompute_product` the input of the second projection is not kept but computed again in backward.
+    With `recompute_product` the input of the second projection is not kept but computed again in backward. `operator`
+    computes what `swiglu` does.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         recompute_product: bool = False,
+        operator: Callable[[Tensor], Tensor] = swiglu,
     ) -> None:
         super().__init__()
         self.recompute_product = recompute_product
+        self._operator = operator
         name = f"model.layers.{layer}.mlp"
         shard = even_shard(config.intermediate_size, tp.size, tp.rank)
         self.gate_up_proj = ColumnParallelLinear(
@@ -90,7 +93,7 @@ class MLP(nn.Module):
         if release is not None:
             release(gate_up)
         discarded = DiscardedOutput()
-        output: Tensor = self.down_proj(discarded.run(swiglu, gate_up))
+        output: Tensor = self.down_proj(discarded.run(self._operator, gate_up))
         if self.recompute_product:
             discarded.discard_after(output)
         return output

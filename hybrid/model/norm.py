@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +41,17 @@ class _RMSNorm(Function):
         return grad_input, grad_weight, None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., h] normalised and scaled by weight [h]."""
+    result: Tensor = _RMSNorm.apply(x, weight, eps)
+    return result
+
+
 class RMSNorm(nn.Module):
     """[..., h] to the same; the weight is held whole by every tensor-parallel rank.
 
     Under sequence parallelism each rank sees its part of the sequence only, so the weight's gradient is a partial sum,
-    which the optimizer adds up over the ranks (`sequence_partial`).
+    which the optimizer adds up over the ranks (`sequence_partial`). `operator` computes what `rms_norm` does.
     """
 
     def __init__(
@@ -56,13 +63,14 @@ class RMSNorm(nn.Module):
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device | str,
+        operator: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self._operator = operator
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
         segment = replicated(f"{name}.weight", (hidden_size,), tp.rank, tp.size)
         set_spec(self.weight, ParamSpec(segments=(segment,), decay=False, sequence_partial=tp.sequence_sharded))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
-        return result
+        return self._operator(x, self.weight, self.eps)

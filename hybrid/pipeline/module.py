@@ -17,6 +17,7 @@ from hybrid.config.parallel import rank_stages, stage_ranges
 from hybrid.grid import Grid
 from hybrid.model.block import TransformerBlock
 from hybrid.model.init import init_parameters
+from hybrid.model.kernels import TORCH, Kernels
 from hybrid.model.norm import RMSNorm
 from hybrid.model.packing import Documents, segment_rope
 from hybrid.model.rope import Rope, rope_tables
@@ -44,6 +45,7 @@ class LlamaPipeline(PipelineModule):
         recompute: granularity of the decoder blocks that recompute, `none`, `selective` or `full`.
         recompute_layers: how many blocks of each rank do so, its first ones; None for all.
         seed: of the initial weights and of dropout.
+        kernels: the operators of norms and MLPs.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LlamaPipeline(PipelineModule):
         seed: int,
         recompute: str = "none",
         recompute_layers: int | None = None,
+        kernels: Kernels = TORCH,
     ) -> None:
         self.config = config
         dropout = config.attention_dropout > 0
@@ -74,7 +77,7 @@ class LlamaPipeline(PipelineModule):
         self.before_layer: Callable[[int], None] = lambda layer: None
         # Made anew only when the length changes.
         self._rope = functools.lru_cache(maxsize=1)(functools.partial(rope_tables, config))
-        specs = self._specs(dtype, device, recompute, recomputing)
+        specs = self._specs(dtype, device, recompute, recomputing, kernels)
         # DeepSpeed prints the partition, which the run's banner says, and broadcasts tied weights under autograd, which
         # would warn of it in the first backward.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
@@ -82,7 +85,12 @@ class LlamaPipeline(PipelineModule):
         init_parameters(self, seed, config.initializer_range)
 
     def _specs(
-        self, dtype: torch.dtype, device: torch.device, recompute: str, recomputing: frozenset[int] | None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        recompute: str,
+        recomputing: frozenset[int] | None,
+        kernels: Kernels,
     ) -> list[LayerSpec]:
         """Every layer of the model; the decoder blocks in `recomputing`, None for all, get that granularity."""
         config, tp = self.config, self.tp
@@ -91,8 +99,11 @@ class LlamaPipeline(PipelineModule):
         blocks = []
         for index in range(config.num_hidden_layers):
             granularity = recompute if recomputing is None or index in recomputing else "none"
-            blocks.append(LayerSpec(TransformerBlock, config, index, recompute=granularity, **common))
-        norm = LayerSpec(RMSNorm, config.hidden_size, config.rms_norm_eps, name=FINAL_NORM, **common)
+            options = {"recompute": granularity, "kernels": kernels, **common}
+            blocks.append(LayerSpec(TransformerBlock, config, index, **options))
+        norm = LayerSpec(
+            RMSNorm, config.hidden_size, config.rms_norm_eps, name=FINAL_NORM, operator=kernels.rms_norm, **common
+        )
         if not config.tie_word_embeddings:
             embedding = LayerSpec(VocabParallelEmbedding, *vocab, name=EMBEDDING, **common)
             return [embedding, *blocks, norm, LayerSpec(HeadPipe, *vocab, name=HEAD, **common)]
