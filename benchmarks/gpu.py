@@ -23,10 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid.build import build_engine
 from hybrid.config.resolve import resolve_config
 from hybrid.environment import init_distributed
-from hybrid.grid import build_grid
 from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.memory import peak_memory_bytes
 from hybrid.model.kernels import liger_problem
@@ -79,6 +77,10 @@ def configuration(model: str, seq_length: int, kernels: str) -> dict[str, Any]:
 
 def measure(tree: dict[str, Any], device: torch.device, steps: int) -> Measured:
     """Train on random tokens, in a running world of one."""
+    # Only here: DeepSpeed says on import that it finds no GPU, which is for this program to say.
+    from hybrid.build import build_engine
+    from hybrid.grid import build_grid
+
     run = resolve_config(tree, 1)
     engine = build_engine(run, build_grid(run.parallel, run.model.num_key_value_heads), device)
     seq_length = run.hybrid.data.seq_length

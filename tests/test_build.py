@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import deepspeed.comm
 import torch
 import torch.distributed as dist
 from support.pool import WorkerPool
@@ -14,6 +15,7 @@ from hybrid.grid import build_grid
 
 
 def refusal(kernels: str) -> str | None:
+    deepspeed.comm.init_distributed("gloo", verbose=False)
     tree = {"train_batch_size": 2, "hybrid": {"kernels": kernels, "tensor_model_parallel_size": 2}}
     run = resolve_config(tree, dist.get_world_size())
     grid = build_grid(run.parallel, run.model.num_key_value_heads)
