@@ -85,10 +85,16 @@ def _read_hybrid(tree: Mapping[str, Any], problems: list[str]) -> HybridConfig:
             return HybridConfig.model_validate(section)
         except ValidationError as error:
             faults: dict[tuple[str, ...], list[str]] = {}
+            missing: dict[tuple[str, ...], list[str]] = {}
             for detail in error.errors():
                 path = _path_in(section, detail["loc"])
+                if detail["type"] == "missing":
+                    missing.setdefault(path, []).append(str(detail["loc"][-1]))
+                    continue
                 unknown = detail["type"] == "extra_forbidden"
                 faults.setdefault(path, []).append("" if unknown else _rule(detail["type"], detail["msg"]))
+            for path, names in missing.items():
+                faults.setdefault(path, []).append(f"an object with {' and '.join(names)} too")
             for path, rules in faults.items():
                 value = _remove(section, path)
                 dotted = ".".join(["hybrid", *path])

@@ -116,7 +116,11 @@ class TrainingConfig(_Section):
         if isinstance(value, str) and re.fullmatch(r"(\d+:)?\d+:\d\d(:\d\d)?", value.replace("-", ":")):
             fields = [int(field) for field in value.replace("-", ":").split(":")]
             return float(sum(field * unit for field, unit in zip(reversed(fields), (1, 60, 3600, 86400), strict=False)))
-        return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?", value) else value
+        if not isinstance(value, str):
+            return value
+        if not re.fullmatch(r"\d+(\.\d*)?", value):
+            raise PydanticCustomError("wall_time", "seconds, or H:MM:SS as in 1:30:00")
+        return float(value)
 
 
 class CheckpointConfig(_Section):

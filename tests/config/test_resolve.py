@@ -228,6 +228,12 @@ def test_rules_are_in_the_words_of_json() -> None:
         assert line in text
 
 
+def test_what_is_missing_and_how_time_is_written_are_named() -> None:
+    found = violations({"training": {"batch_rampup": {"start": 3}, "max_wall_time": "1h"}}, 1)
+    matching(found, 'batch_rampup is {"start": 3}: it must be an object with increment and samples too')
+    matching(found, 'max_wall_time is "1h": it must be seconds, or H:MM:SS as in 1:30:00')
+
+
 @pytest.mark.parametrize(
     ("section", "path"),
     [
