@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from hybrid.config.parser import ArgumentParser
 from hybrid.data import cache
 from hybrid.data.inspection import report
-from hybrid.data.prepare import Counts, TokenizeJob, prepare_corpus
+from hybrid.data.prepare import Counts, TokenizeJob, named_counts, prepare_corpus
 from hybrid.data.sources import plan_units, source_state
 
 
@@ -27,6 +27,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     parser.add_argument("--text_key", default="text", help="the field that holds the text (default: %(default)s)")
     parser.add_argument("--append_eos", action=argparse.BooleanOptionalAction, default=True, help="end each document")
+    parser.add_argument("--overwrite", action="store_true", help="replace a finished PREFIX.bin and .idx")
     parser.add_argument("--split", default="train", help="split of a Hugging Face dataset (default: %(default)s)")
     parser.add_argument("--cache_dir", default=str(cache.default_cache_dir()), help="for the demo tokenizer")
     return parser.parse_args(argv)
@@ -58,23 +59,31 @@ def _prepare(argv: Sequence[str]) -> None:
             bar.update(task, advance=1, description=speed)
 
         key = cache.fingerprint(arguments.input, source_state(arguments.input))
-        info = prepare_corpus(units, job, arguments.output, plan_key=key, workers=arguments.workers, progress=progress)
+        info = prepare_corpus(
+            units,
+            job,
+            arguments.output,
+            plan_key=key,
+            workers=arguments.workers,
+            progress=progress,
+            overwrite=arguments.overwrite,
+        )
     seconds = time.perf_counter() - start
-    skipped = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(info.skipped.items())) or "none"
+    skipped = named_counts(info.skipped)
     print(f"{info.documents:,} documents, {info.tokens:,} tokens in {seconds:,.1f} s; skipped: {skipped}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; a fault of the input or the arguments is one line on stderr and exit status 1."""
+    """Run the command; a fault is one line on stderr, exit code 2 where input or arguments are wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["inspect"]:
             _inspect(words[1:])
         else:
             _prepare(words)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"prepare_data.py: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RuntimeError) else 2
     return 0
 
 

@@ -160,7 +160,7 @@ def _cached_corpus(path: str, spec: DataSpec, tokenizer: TextTokenizer | None, f
     if tokenizer is None:
         raise ValueError(
             f"data source {path!r} is text (there is no {path}.bin and .idx), and no tokenizer is named: "
-            "set one (a folder, a Hugging Face name, or 'demo')"
+            "set --tokenizer (a folder, a Hugging Face name, or 'demo')"
         )
     state = hashlib.sha256("".join(demo_texts()).encode()).hexdigest() if path == DEMO else source_state(path)
     plan_key = cache.fingerprint(_CACHE_VERSION, path, state)

@@ -19,6 +19,7 @@ _PIECE = 4 << 20
 _ROWS = 256
 EMPTY = "empty text"
 """Why a document without text is skipped."""
+_NAME_IT = "name the right one with --set hybrid.data.text_key=NAME, or --text_key NAME of prepare_data.py"
 
 
 class Piece(NamedTuple):
@@ -119,7 +120,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        found = "more than one JSON value on the line" if error.msg == "Extra data" else error.msg
+        found = "more than one JSON value on the line" if error.msg == "Extra data" else error.msg.removesuffix(" at")
         raise ValueError(f"{found} at column {error.colno}; each line is one JSON object") from error
     if not isinstance(row, dict):
         raise ValueError(f"found {json_type(row)}; each line is one JSON object")
@@ -129,7 +130,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
 def _text_of(line: bytes, text_key: str) -> str:
     row = parse_row(line)
     if text_key not in row:
-        raise ValueError(f"no key {text_key!r} among {sorted(row)}; name the right one with text_key")
+        raise ValueError(f"no key {text_key!r} among {sorted(row)}; {_NAME_IT}")
     return checked_text(row[text_key], text_key)
 
 
@@ -212,7 +213,7 @@ def _read_parquet(unit: Unit, text_key: str) -> Iterator[Piece]:
 
 
 def _no_column(unit: Unit, text_key: str, names: Sequence[str]) -> str:
-    return f"{unit.path}: no column {text_key!r} among {list(names)}; name the right one with text_key"
+    return f"{unit.path}: no column {text_key!r} among {list(names)}; {_NAME_IT}"
 
 
 def _row_text(value: Any, text_key: str, where: str) -> str:

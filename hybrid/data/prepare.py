@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from pathlib import Path
 from hybrid.data import cache
 from hybrid.data.corpus import CorpusInfo, scan, tokenizer_folder, tokenizer_info, write_info
 from hybrid.data.documents import Piece, read_unit
-from hybrid.data.indexed import IndexedDataset, IndexedWriter, dtype_for_vocab, merge
+from hybrid.data.indexed import IndexedDataset, IndexedWriter, dtype_for_vocab, exists, merge
 from hybrid.data.sources import Unit
 from hybrid.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -54,6 +54,11 @@ class Counts:
         self.skipped.update(other.skipped)
 
 
+def named_counts(skipped: Mapping[str, int]) -> str:
+    """How many documents were left out for each reason, for people."""
+    return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(skipped.items())) or "none"
+
+
 Progress = Callable[[Counts], None]
 """Called with what was done since the last call."""
 
@@ -66,6 +71,7 @@ def prepare_corpus(
     plan_key: str,
     workers: int = 1,
     progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> CorpusInfo:
     """Write `PREFIX.bin`, `.idx`, `.meta.json` and `.tokenizer/`.
 
@@ -73,12 +79,16 @@ def prepare_corpus(
     if its `plan_key` (a fingerprint of the source's files) and arguments are still the same.
 
     Raises:
-        ValueError: a fault in the input (`file:line`), no document at all, or a tokenizer without an end token.
+        ValueError: a fault in the input (`file:line`), no document at all, a tokenizer without an end token, or a
+            finished corpus of that prefix that is not to be overwritten.
     """
+    parts = Path(f"{prefix}.parts")
+    # Beside a folder of parts, the files are of a preparation that ended between its merge and its end.
+    if exists(prefix) and not parts.exists() and not overwrite:
+        raise ValueError(f"{prefix}.bin and .idx are there already: choose another --output, or add --overwrite")
     tokenizer = load_tokenizer(job.tokenizer, job.cache_dir)
     if job.append_eos and tokenizer.eos_id is None:
         raise ValueError(f"tokenizer {job.tokenizer!r} names no eos_token; add one to its tokenizer_config.json")
-    parts = Path(f"{prefix}.parts")
     key = cache.fingerprint(plan_key, [asdict(unit) for unit in units], replace(job, cache_dir=""), tokenizer.behaviour)
     with _exclusive(parts):
         _open_parts(parts, key)
@@ -86,7 +96,7 @@ def prepare_corpus(
         if total.documents == 0:
             shutil.rmtree(parts)
             paths = ", ".join(sorted({unit.path for unit in units}))
-            raise ValueError(f"no document with text in {paths}; skipped {dict(total.skipped)}")
+            raise ValueError(f"no document with text in {paths}; skipped: {named_counts(total.skipped)}")
         merge([_part_prefix(parts, part) for part in range(len(units))], prefix)
         tokenizer.save(tokenizer_folder(prefix))
         info = replace(

@@ -54,7 +54,7 @@ def plan_units(source: str, split: str = "train") -> list[Unit]:
     """The units of a source, in the order of its documents.
 
     Raises:
-        ValueError: the source does not exist or is of no known kind.
+        ValueError: the source does not exist, is of no known kind, or is empty.
     """
     if source == DEMO:
         return [Unit(kind="demo", path=DEMO)]
@@ -68,7 +68,10 @@ def plan_units(source: str, split: str = "train") -> list[Unit]:
         raise ValueError(f"data source {source!r} has no file to read; give {_ACCEPTED}")
     total = sum(file.stat().st_size for file in files)
     size = min(max(total // _USUAL_UNITS, _SMALLEST_UNIT), _LARGEST_UNIT)
-    return [unit for file in files for unit in _file_units(file, size)]
+    units = [unit for file in files for unit in _file_units(file, size)]
+    if not units:
+        raise ValueError(f"data source {source!r} is empty: give one that holds rows or text")
+    return units
 
 
 def source_state(source: str) -> list[tuple[str, int, int]]:

@@ -110,8 +110,27 @@ def test_a_fault_is_named_and_no_output_appears(source: str, job: TokenizeJob, t
 
 def test_nothing_to_write_is_an_error(job: TokenizeJob, tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").write_text('{"text": ""}\n\n')
-    with pytest.raises(ValueError, match=r"no document with text in .*e\.jsonl; skipped {'empty text': 1}"):
+    with pytest.raises(ValueError, match=r"no document with text in .*e\.jsonl; skipped: 1 \(empty text\)"):
         prepare_corpus(plan_units(str(tmp_path / "e.jsonl")), job, tmp_path / "out", plan_key="k")
+
+
+def test_a_finished_corpus_is_not_overwritten_unasked(job: TokenizeJob, tmp_path: Path) -> None:
+    path, out = tmp_path / "e.jsonl", tmp_path / "out"
+    path.write_text('{"text": "w1"}\n')
+    prepare_corpus(plan_units(str(path)), job, out, plan_key="k")
+    before = files(out)
+    path.write_text('{"text": "w2"}\n')
+    with pytest.raises(ValueError, match=r"out\.bin and \.idx are there already: .* --overwrite"):
+        prepare_corpus(plan_units(str(path)), job, out, plan_key="l")
+    assert files(out) == before and not (tmp_path / "out.parts").exists()
+    prepare_corpus(plan_units(str(path)), job, out, plan_key="l", overwrite=True)
+    assert files(out) != before
+
+
+def test_an_empty_source_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e.jsonl").touch()
+    with pytest.raises(ValueError, match=r"data source '.*e\.jsonl' is empty"):
+        plan_units(str(tmp_path / "e.jsonl"))
 
 
 def test_text_without_tokens_is_skipped_and_counted(job: TokenizeJob, tmp_path: Path) -> None:

@@ -41,6 +41,6 @@ def test_a_fault_is_one_line_and_a_status(tmp_path: Path) -> None:
         timeout=120,
         env={"PYTHONPATH": str(script.parents[1]), "PATH": "/usr/bin:/bin"},
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("prepare_data.py: error: ") and "d.jsonl:2: found null" in line

@@ -127,7 +127,7 @@ def _tokenizer_name(spec: ChatSpec, sources: Sequence[str]) -> str:
         return spec.tokenizer
     if sources == [DEMO]:
         return DEMO
-    raise ValueError("no tokenizer is named: set one (the folder of the model, a Hugging Face name, or 'demo')")
+    raise ValueError("no tokenizer is named: set --tokenizer (the folder of the model, a Hugging Face name, or 'demo')")
 
 
 def _dataset(

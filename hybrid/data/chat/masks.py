@@ -84,7 +84,7 @@ class ChatEncoder:
         if conversation.plain is None:
             raise ValueError(
                 f"tokenizer {self._tokenizer.name!r} has no chat template, and messages need one: name one with "
-                "chat_template (a file, or one that comes with the package: chatml, llama2, llama3, mistral, zephyr)"
+                "--chat_template (a file, or one that comes with the package: chatml, llama2, llama3, mistral, zephyr)"
             )
         prompt, answer = conversation.plain
         if not answer.strip():

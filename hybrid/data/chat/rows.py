@@ -60,7 +60,7 @@ def _read_array(path: Path) -> Iterator[Row]:
     try:
         items = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"{path}:{error.lineno}: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}; re-encode the file") from error
     for number, item in enumerate(items, start=1):

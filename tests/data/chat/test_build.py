@@ -109,7 +109,7 @@ def test_rows_without_a_target_are_counted_and_named(
     assert "format messages" in caplog.text and "derived from the template" in caplog.text
     with pytest.raises(ValueError, match=r"none of 1 rows can be trained on: 1 without a target \(chat.jsonl:1\)"):
         build([chat("a", None)])
-    with pytest.raises(ValueError, match="the data is empty"):
+    with pytest.raises(ValueError, match=r"data source '.*chat.jsonl' is empty"):
         build([])
 
 
