@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+EXIT_REFUSED = 2
+"""Exit code of a run whose files or data are not what its configuration says."""
 
 
 class RemoteError(RuntimeError):
@@ -55,6 +60,13 @@ def rank_zero_only(call: Callable[[], object]) -> None:
         RemoteError: as `together`.
     """
     together(call if dist.get_rank() == 0 else lambda: None)
+
+
+def refuse(error: Exception) -> int:
+    """Say once what a user can mend, and return the exit code: the other ranks were told by the one that found it."""
+    if not isinstance(error, RemoteError):
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
+    return EXIT_REFUSED
 
 
 def from_rank_zero(value: T) -> T:

@@ -246,4 +246,6 @@ def set_up_logging(rank: int) -> None:
     """The run's own lines on rank 0, warnings on all; DeepSpeed tells every rank's internals at INFO."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hybrid").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    # What the data are is the same on every rank.
+    logging.getLogger("hybrid.data").setLevel(logging.NOTSET if rank == 0 else logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

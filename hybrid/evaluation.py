@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hybrid.agreement import rank_zero_first, together
+from hybrid.agreement import RemoteError, rank_zero_first, refuse
 from hybrid.build import build_module
 from hybrid.config.run import RunConfig
 from hybrid.config.training import HybridConfig
@@ -31,7 +31,8 @@ from hybrid.finetune.data import chat_spec
 from hybrid.generate.decode import generate
 from hybrid.generate.sampling import Sampling
 from hybrid.generate.stages import evaluate_loss
-from hybrid.grid import build_grid
+from hybrid.grid import Grid, build_grid
+from hybrid.pipeline.module import LlamaPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,32 @@ class Request:
     seed: int = 0
 
 
-def run_evaluation(run: RunConfig, request: Request) -> dict[str, Any]:
-    """Start the process group, evaluate, and end it; the results, alike on every rank."""
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """All that comes from files and arguments."""
+
+    grid: Grid
+    module: LlamaPipeline
+    data: SampleSource | None
+    tokenizer: ChatTokenizer | None
+    prompts: list[list[int]]
+
+
+def run_evaluation(run: RunConfig, request: Request) -> dict[str, Any] | None:
+    """Start the process group, evaluate, and end it.
+
+    Returns:
+        The results, alike on every rank; None where files, data or prompts are refused, which has been said then.
+    """
     device = init_distributed()
     set_up_logging(dist.get_rank())
     try:
-        return evaluate(run, request, device)
+        try:
+            prepared = _prepare(run, request, device)
+        except (ValueError, OSError, RemoteError) as error:
+            refuse(error)
+            return None
+        return _evaluate(run, request, prepared)
     finally:
         dist.destroy_process_group()
 
@@ -67,18 +88,29 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
     """`loss`, `perplexity` and `tokens`, and `completions`, as far as they are asked for; a collective call.
 
     Raises:
-        ValueError: data, tokenizer and model do not go together.
+        ValueError: data, tokenizer and model do not go together, or a prompt has no token.
     """
+    return _evaluate(run, request, _prepare(run, request, device))
+
+
+def _prepare(run: RunConfig, request: Request, device: torch.device) -> _Prepared:
+    """Open what is needed, the model last; a collective call."""
     # No schedule here: a stage a rank, as many layers on each as in training.
     run = replace(run, layers_per_stage=run.layers_per_rank)
     grid = build_grid(run.parallel, run.model.num_key_value_heads)
     data = rank_zero_first(lambda: _open_data(run, request.split)) if request.loss else None
-    tokenizer = together(lambda: _tokenizer(run)) if request.prompts else None
+    tokenizer = rank_zero_first(lambda: _tokenizer(run)) if request.prompts else None
+    prompts = rank_zero_first(lambda: _encode_prompts(request.prompts, tokenizer)) if tokenizer is not None else []
     module = build_module(run, grid, device)
+    return _Prepared(grid=grid, module=module, data=data, tokenizer=tokenizer, prompts=prompts)
+
+
+def _evaluate(run: RunConfig, request: Request, prepared: _Prepared) -> dict[str, Any]:
+    grid, module, tokenizer = prepared.grid, prepared.module, prepared.tokenizer
     results: dict[str, Any] = {}
-    if data is not None:
+    if prepared.data is not None:
         loader = EvalLoader(
-            data,
+            prepared.data,
             micro_batch_size=run.micro_batch_size,
             dp_rank=grid.data_rank,
             dp_size=run.parallel.data_parallel_size,
@@ -87,11 +119,10 @@ def evaluate(run: RunConfig, request: Request, device: torch.device) -> dict[str
         loss, tokens = evaluate_loss(module, grid, loader)
         results |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
     if tokenizer is not None:
-        encoder = ChatEncoder(tokenizer)
         completions = generate(
             module,
             grid,
-            together(lambda: [encoder.encode_prompt(prompt) for prompt in request.prompts]),
+            prepared.prompts,
             max_new_tokens=request.max_new_tokens,
             stop_ids=_stop_ids(run, tokenizer),
             sampling=request.sampling,
@@ -155,6 +186,23 @@ def _tokenizer(run: RunConfig) -> ChatTokenizer:
     tokenizer = load_chat_tokenizer(name, folder, run.hybrid.finetune.chat_template)
     check_vocabulary(tokenizer, run.model.vocab_size)
     return tokenizer
+
+
+def _encode_prompts(prompts: Sequence[str], tokenizer: ChatTokenizer) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+        ValueError: there is none to start a completion from.
+    """
+    encoder = ChatEncoder(tokenizer)
+    encoded = [encoder.encode_prompt(prompt) for prompt in prompts]
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
+        if not ids:
+            raise ValueError(
+                f"--prompt: text {number} is {prompt!r}, which has no token: a completion needs one to start from; "
+                "leave it out or give it text"
+            )
+    return encoded
 
 
 def _stop_ids(run: RunConfig, tokenizer: ChatTokenizer) -> frozenset[int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import torch.distributed as dist
 
-from hybrid.agreement import RemoteError
+from hybrid.agreement import RemoteError, refuse
 from hybrid.config.run import RunConfig
 from hybrid.environment import connections_in_words, init_distributed, set_up_logging
 from hybrid.signals import StopSignals
@@ -15,9 +14,6 @@ from hybrid.trainer import OpenData, Trainer, open_text_data
 from hybrid.watchdog import start_watchdog
 
 logger = logging.getLogger(__name__)
-
-EXIT_REFUSED = 2
-"""Exit code of a run whose files or data are not what its configuration says."""
 
 _VERDICT_SECONDS = 2.0
 _LINGER_SECONDS = 60.0
@@ -30,7 +26,7 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
         open_data, keep_best: as `Trainer`.
 
     Returns:
-        The exit code, as `Trainer.train`, or EXIT_REFUSED.
+        The exit code, as `Trainer.train`, or EXIT_REFUSED of `hybrid.agreement`.
     """
     with StopSignals() as signals:
         device = init_distributed()
@@ -51,15 +47,8 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
                 trainer.checkpointer.linger(_LINGER_SECONDS)
             if trainer is not None or not isinstance(error, (ValueError, OSError, RemoteError)):
                 raise
-            code = _refuse(error)
+            code = refuse(error)
         if watchdog is not None:
             watchdog.close()
     dist.destroy_process_group()
     return code
-
-
-def _refuse(error: Exception) -> int:
-    """Say once what a user can mend: the other ranks were told by the one that found it."""
-    if not isinstance(error, RemoteError):
-        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
-    return EXIT_REFUSED

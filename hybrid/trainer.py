@@ -136,6 +136,8 @@ class Trainer:
         settings = self.run.hybrid.training
         if self.grid.rank == 0:
             logger.info("%s", "\n".join(banner(self.run, self.step)))
+            if settings.eval_every and self.data.eval is None:
+                logger.warning("%s", _no_evaluation(self.run))
         with self._batches() as batches:
             ends = self.step >= settings.train_steps
             if ends and self.grid.rank == 0:
@@ -251,6 +253,15 @@ class Trainer:
             export_trained(self.engine, self.grid, self.run, self.data, self._best.directory, best=True)
             self._best.record(self.step, loss)
         return loss
+
+
+def _no_evaluation(run: RunConfig) -> str:
+    fraction = run.hybrid.data.eval_fraction
+    why = f"{fraction:g}, which of these data is less than one sample" if fraction else "0"
+    return (
+        f"hybrid.training.eval_every is {run.hybrid.training.eval_every}, but there is no evaluation: nothing is held "
+        f"out, since hybrid.data.eval_fraction is {why}; raise it, fine-tune with --eval_data, or set --eval_every 0"
+    )
 
 
 def _peak_flops(device: torch.device, precision: Precision) -> float | None:

@@ -39,6 +39,18 @@ def test_splits_are_those_of_training(pool: WorkerPool, tmp_path: Path) -> None:
         pool.run(tokens_of, 1, config, ["test"])
 
 
+def completions_of(config: dict[str, Any], prompts: tuple[str, ...]) -> object:
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+    return evaluate(resolve_config(config, 1), Request(loss=False, prompts=prompts), torch.device("cpu"))
+
+
+def test_a_prompt_without_tokens_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    config = tree(tmp_path, write_tokens(tmp_path), (1, 1, 1, 1))
+    config["hybrid"] |= {"tokenizer": "demo", "model": "demo"}
+    with pytest.raises(ValueError, match="--prompt: text 1 is '', which has no token"):
+        pool.run(completions_of, 1, config, ("", "the cat"))
+
+
 def test_demo_is_text_unless_a_format_is_named(tmp_path: Path) -> None:
     config = tree(tmp_path, "demo", (1, 1, 1, 1))
     assert not reads_conversations(resolve_config(config, 1).hybrid)

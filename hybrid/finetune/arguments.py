@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from hybrid.config.cli import run_config_from_args
 from hybrid.config.errors import ConfigError
@@ -36,8 +37,25 @@ def finetune_config(args: argparse.Namespace, world_size: int | None) -> RunConf
     return run_config_from_args(args, world_size)
 
 
+def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to evaluate on, what to complete, and how."""
+    parser.add_argument(
+        "--split",
+        choices=["all", "train", "eval", "test"],
+        default="all",
+        help="all of the data, or what a run with the same hybrid.data fractions has for it (default: %(default)s)",
+    )
+    group = parser.add_argument_group("completions")
+    group.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="texts to complete")
+    group.add_argument("--max_new_tokens", type=int, default=64, help="(default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default: %(default)s)")
+    group.add_argument("--top_k", type=int, default=0, help="only the k likeliest; 0: all (default: %(default)s)")
+    group.add_argument("--top_p", type=float, default=1.0, help="only the likeliest of this probability together")
+
+
 def evaluation_config(args: argparse.Namespace, world_size: int | None) -> RunConfig:
-    """As `finetune_config`, with something held out for `--split` where that names a held-out set.
+    """As `finetune_config`, with weights, with something held out for `--split` where that names a held-out set, and
+    with completions that can be made.
 
     Raises:
         ConfigError: lists everything that is wrong.
@@ -45,10 +63,35 @@ def evaluation_config(args: argparse.Namespace, world_size: int | None) -> RunCo
     run = finetune_config(args, world_size)
     data, options = run.hybrid.data, run.hybrid.finetune
     held_out = {"eval": data.eval_fraction or options.eval_data, "test": data.test_fraction}
+    problems = _completion_problems(args)
+    if run.hybrid.init_from is None:
+        problems.append(
+            "hybrid.init_from is null, and random weights are not worth evaluating: name a model or a checkpoint with "
+            "--init_from"
+        )
     if not held_out.get(args.split, True):
         key = f"hybrid.data.{args.split}_fraction"
-        raise ConfigError([f"--split {args.split}, but {key} is 0: set it to what the model was trained with"])
+        problems.append(f"--split {args.split}, but {key} is 0: set it to what the model was trained with")
+    if problems:
+        raise ConfigError(problems, "the arguments")
     return run
+
+
+def _completion_problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the way prompts are to be completed."""
+    problems = []
+    if not 0 <= args.temperature < math.inf:
+        problems.append(
+            f"--temperature is {args.temperature:g}: it must be at least 0; 0 takes the likeliest token, and 1 samples "
+            "from the model as it is"
+        )
+    if args.top_k < 0:
+        problems.append(f"--top_k is {args.top_k}: it must be at least 0; 0 keeps all tokens")
+    if not 0 < args.top_p <= 1:
+        problems.append(f"--top_p is {args.top_p:g}: it must be above 0 and at most 1; 1 keeps all tokens")
+    if args.max_new_tokens < 1:
+        problems.append(f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1")
+    return problems
 
 
 def _tokenizer_size(run: RunConfig) -> int:

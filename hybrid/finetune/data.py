@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from hybrid.config.run import RunConfig
 from hybrid.data.chat.build import ChatModule, ChatSpec, build_chat_data
 from hybrid.data.chat.show import show_samples
+
+logger = logging.getLogger(__name__)
 
 
 def chat_spec(run: RunConfig) -> ChatSpec:
@@ -37,6 +40,11 @@ def chat_data(show: int = 0) -> Callable[[RunConfig], ChatModule]:
 
     def open_data(run: RunConfig) -> ChatModule:
         module = build_chat_data(chat_spec(run))
+        if run.hybrid.init_from is None and dist.get_rank() == 0:
+            logger.warning(
+                "hybrid.init_from is null: unless this launch goes on from a checkpoint, it trains random weights; "
+                "name the model to fine-tune with --init_from"
+            )
         if show and dist.get_rank() == 0:
             print(*show_samples(module.train, module.tokenizer, show), sep="\n", flush=True)
         return module

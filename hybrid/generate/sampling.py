@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,10 @@ class Sampling:
     """Only the most likely tokens that together have this probability (Holtzman et al. 2020)."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
-                f"temperature {self.temperature} and top_k {self.top_k} must not be negative, and top_p {self.top_p} "
-                "lies above 0 and up to 1"
+                f"temperature {self.temperature} and top_k {self.top_k} must be finite and not negative, and top_p "
+                f"{self.top_p} lies above 0 and up to 1"
             )
 
 

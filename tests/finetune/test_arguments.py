@@ -14,7 +14,7 @@ from support.chats import write_tokenizer
 from hybrid.config.cli import add_arguments, add_finetune_arguments
 from hybrid.config.errors import ConfigError
 from hybrid.config.run import RunConfig
-from hybrid.finetune.arguments import evaluation_config, finetune_config
+from hybrid.finetune.arguments import add_evaluation_arguments, evaluation_config, finetune_config
 
 MODEL = {
     "model_type": "llama", "vocab_size": 290, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -46,15 +46,27 @@ def test_the_model_and_its_tokenizer_are_those_of_the_weights(model: Path) -> No
     assert config("--init_from", model).hybrid.tokenizer is None
 
 
-def test_a_split_that_nothing_is_held_out_for() -> None:
-    def evaluation(split: str, *arguments: str) -> RunConfig:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        add_finetune_arguments(parser)
-        args = parser.parse_args(["--ds_config", "z2", *arguments])
-        args.split = split
-        return evaluation_config(args, 1)
+def evaluation(split: str, *arguments: str) -> RunConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    add_finetune_arguments(parser)
+    add_evaluation_arguments(parser)
+    weights = ["--set", "hybrid.init_from=weights"]
+    return evaluation_config(parser.parse_args(["--ds_config", "z2", *weights, "--split", split, *arguments]), 1)
 
+
+def test_completions_that_cannot_be_made() -> None:
+    with pytest.raises(ConfigError) as caught:
+        evaluation("all", "--temperature", "-1", "--top_k", "-2", "--top_p", "0", "--max_new_tokens", "0")
+    assert len(caught.value.violations) == 4
+    assert "--temperature is -1: it must be at least 0" in caught.value.violations[0]
+    with pytest.raises(ConfigError, match="--temperature is nan"):
+        evaluation("all", "--temperature", "nan")
+    with pytest.raises(ConfigError, match="name a model or a checkpoint with --init_from"):
+        evaluation("all", "--set", "hybrid.init_from=null")
+
+
+def test_a_split_that_nothing_is_held_out_for() -> None:
     with pytest.raises(ConfigError, match="--split test, but hybrid.data.test_fraction is 0"):
         evaluation("test")
     with pytest.raises(ConfigError, match="--split eval, but hybrid.data.eval_fraction is 0"):

@@ -220,4 +220,9 @@ def log_report(corpus: ChatCorpus, name: str, tokenizer: ChatTokenizer, method: 
     added = tokenizer.renderer.added_tokens_decoder
     unmarked = sum(count for token, count in report.ends.items() if token not in added and token != tokenizer.eos_id)
     if unmarked:
-        logger.warning("%s: %d turns end without an end token, so the model does not learn to stop", name, unmarked)
+        logger.warning(
+            "%s: %d turns end without an end token, so the model does not learn to stop: what template %s ends a turn "
+            "with is no special token of tokenizer %s; add it to the tokenizer as one and train with --resize_vocab, "
+            "or use a template that ends turns with the tokenizer's eos_token (--chat_template zephyr)",
+            name, unmarked, tokenizer.template_name, tokenizer.name,
+        )  # fmt: skip
