@@ -137,7 +137,7 @@ class Trainer:
         if self.grid.rank == 0:
             logger.info("%s", "\n".join(banner(self.run, self.step)))
             if settings.eval_every and self.data.eval is None:
-                logger.warning("%s", _no_evaluation(self.run))
+                logger.warning("%s", no_evaluation(self.run))
         with self._batches() as batches:
             ends = self.step >= settings.train_steps
             if ends and self.grid.rank == 0:
@@ -255,7 +255,8 @@ class Trainer:
         return loss
 
 
-def _no_evaluation(run: RunConfig) -> str:
+def no_evaluation(run: RunConfig) -> str:
+    """Why a run that asks for evaluations has none, and what to do about it."""
     fraction = run.hybrid.data.eval_fraction
     why = f"{fraction:g}, which of these data is less than one sample" if fraction else "0"
     return (

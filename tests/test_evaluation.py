@@ -17,6 +17,7 @@ from support.runs import tree, write_tokens
 from hybrid.config.resolve import resolve_config
 from hybrid.data.indexed import IndexedDataset
 from hybrid.evaluation import Request, evaluate, reads_conversations
+from hybrid.trainer import no_evaluation
 
 
 def tokens_of(config: dict[str, Any], splits: list[str]) -> list[int]:
@@ -46,9 +47,19 @@ def completions_of(config: dict[str, Any], prompts: tuple[str, ...]) -> object:
 
 def test_a_prompt_without_tokens_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     config = tree(tmp_path, write_tokens(tmp_path), (1, 1, 1, 1))
-    config["hybrid"] |= {"tokenizer": "demo", "model": "demo"}
+    config["hybrid"] |= {"tokenizer": "demo", "model": "demo", "finetune": {"chat_template": "none"}}
     with pytest.raises(ValueError, match="--prompt: text 1 is '', which has no token"):
         pool.run(completions_of, 1, config, ("", "the cat"))
+
+
+def test_evaluation_that_cannot_be_is_told(tmp_path: Path) -> None:
+    config = tree(tmp_path, "demo", (1, 1, 1, 1), eval_every=2)
+    assert (
+        "eval_every is 2, but there is no evaluation: nothing is held out, since hybrid.data.eval_fraction is 0;"
+        in (no_evaluation(resolve_config(config, 1)))
+    )
+    config["hybrid"]["data"]["eval_fraction"] = 0.1
+    assert "is 0.1, which of these data is less than one sample; raise it" in no_evaluation(resolve_config(config, 1))
 
 
 def test_demo_is_text_unless_a_format_is_named(tmp_path: Path) -> None:
