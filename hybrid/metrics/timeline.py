@@ -125,9 +125,10 @@ class Straggler:
     ratio: float
     """Its busy time over the median's."""
 
-    def describe(self) -> str:
-        """The line for the log."""
-        return f"slowest rank {self.rank} (stage {self.stage}): {self.ratio:.2f} x the median rank's busy time"
+    def describe(self, place: str | None = None) -> str:
+        """The line for the log; `place` names what the rank holds, where that is more than its stage."""
+        place = place or f"stage {self.stage}"
+        return f"slowest rank {self.rank} ({place}): {self.ratio:.2f} x the median rank's busy time"
 
 
 def find_straggler(busy: Sequence[float], stages: Sequence[int]) -> Straggler:

@@ -7,7 +7,7 @@ from hybrid.config.model import num_parameters
 from hybrid.config.run import RunConfig
 from hybrid.planner.memory import fullest_stage
 from hybrid.planner.runs import workload_of
-from hybrid.planner.text import layout_name
+from hybrid.planner.text import layout_name, stage_name
 from hybrid.planner.workload import Workload
 
 _GIB = 2**30
@@ -28,7 +28,8 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
         f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
         if steps_done < steps
         else f"step {steps_done} of {steps}: nothing to train",
-        f"memory planned: {memory.total / _GIB:.2f} GiB on stage {stage} = parameters {memory.parameters / _GIB:.2f} + "
+        f"memory planned: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
+        f"parameters {memory.parameters / _GIB:.2f} + "
         f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
         f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "
         f"working {max(memory.logits, memory.working) / _GIB:.2f}",

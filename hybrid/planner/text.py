@@ -24,8 +24,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def layout_name(w: Workload) -> str:
-    """The layout in one word: `TP8+SP PP4 DP2`."""
-    return f"TP{w.t}{'+SP' if w.sequence_sharded else ''} PP{w.p} DP{w.d}"
+    """The layout in short: `TP8+SP PP4 DP2`, with `x2` after PP where each pipeline rank holds 2 stages."""
+    chunks = f" x{w.chunks}" if w.chunks > 1 else ""
+    return f"TP{w.t}{'+SP' if w.sequence_sharded else ''} PP{w.p}{chunks} DP{w.d}"
+
+
+def stage_name(w: Workload, stage: int) -> str:
+    """What a pipeline rank holds: `stage 0`, or interleaved `stages 0, 2`."""
+    stages = w.stages_of(stage)
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _gradients(w: Workload) -> str:
@@ -40,7 +47,9 @@ def memory_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
         m, w = c.memory, c.workload
         parts = (m.parameters, m.gradients, m.states, m.buckets + m.wire, m.activations, m.logits, m.working, m.total)
         sizes = [f"{part / _GIB:.1f}" for part in parts]
-        rows.append([layout_name(w), _gradients(w), w.recompute, str(w.micro_batch_size), *sizes, f"stage {c.stage}"])
+        rows.append(
+            [layout_name(w), _gradients(w), w.recompute, str(w.micro_batch_size), *sizes, stage_name(w, c.stage)]
+        )
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,10 @@ class Workload:
     def chunks(self) -> int:
         """Stages that each pipeline rank holds."""
         return len(self.layers_per_stage) // self.p
+
+    def stages_of(self, stage: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds: r, r + p, r + 2 p, ..."""
+        return tuple(range(stage, len(self.layers_per_stage), self.p))
 
     def chunk_layers(self, stage: int) -> tuple[int, ...]:
         """Decoder layers of each of a rank's stages."""
@@ -130,14 +135,7 @@ class Workload:
         """
         if self.chunks == 1:
             return [(min(self.micro_batches, self.p - stage),)]
-        held, moments = [0] * self.chunks, []
-        for forward, backward in interleaved_rounds(self.micro_batches, self.p, stage, self.chunks):
-            if forward is not None:
-                held[forward[0]] += 1
-                moments.append(tuple(held))
-            if backward is not None:
-                held[backward[0]] -= 1
-        return moments
+        return _interleaved_moments(self.micro_batches, self.p, stage, self.chunks)
 
     def distinct_stages(self) -> list[tuple[int, int]]:
         """(stage, how many are like it) but for the microbatches in flight, of which the one given has most."""
@@ -145,3 +143,16 @@ class Workload:
         for stage in range(self.p):
             counts.setdefault((self.chunk_layers(stage), stage == 0, stage == self.p - 1), []).append(stage)
         return [(stages[0], len(stages)) for stages in counts.values()]
+
+
+@functools.cache
+def _interleaved_moments(micro_batches: int, ranks: int, rank: int, chunks: int) -> list[tuple[int, ...]]:
+    """`Workload.in_flight` of the interleaved schedule: each set of numbers once, since a steady step repeats them."""
+    held, moments = [0] * chunks, set()
+    for forward, backward in interleaved_rounds(micro_batches, ranks, rank, chunks):
+        if forward is not None:
+            held[forward[0]] += 1
+            moments.add(tuple(held))
+        if backward is not None:
+            held[backward[0]] -= 1
+    return sorted(moments)

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from hybrid.metrics.timeline import WORK, Event, bubble_ratio
+from hybrid.planner.text import stage_name
+from hybrid.planner.workload import Workload
 from hybrid.report.data import RunData
 
 matplotlib.use("Agg")
@@ -140,7 +142,7 @@ def traffic(run: RunData) -> Figure | None:
     return figure
 
 
-def timeline(ranks: Mapping[int, tuple[int, list[Event]]]) -> Figure:
+def timeline(ranks: Mapping[int, tuple[int, list[Event]]], w: Workload) -> Figure:
     """Forward and backward passes of every rank of a step, waiting and sending between them."""
     figure, axes = _figure(1.2 + 0.42 * len(ranks))
     for position, (_, (_, events)) in enumerate(sorted(ranks.items())):
@@ -149,7 +151,7 @@ def timeline(ranks: Mapping[int, tuple[int, list[Event]]]) -> Figure:
             height = 0.8 if event.name in WORK else 0.35
             axes.barh(position, event.seconds * 1e3, height, left=event.start * 1e3, color=color, edgecolor="white",
                       linewidth=0.4)  # fmt: skip
-    names = [f"rank {rank} (stage {stage})" for rank, (stage, _) in sorted(ranks.items())]
+    names = [f"rank {rank} ({stage_name(w, stage)})" for rank, (stage, _) in sorted(ranks.items())]
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

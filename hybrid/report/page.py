@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from hybrid.config.model import num_parameters
 from hybrid.metrics.timeline import busy_seconds, find_straggler
 from hybrid.planner.memory import fullest_stage
-from hybrid.planner.text import layout_name
+from hybrid.planner.text import layout_name, stage_name
 from hybrid.report import figures
 from hybrid.report.data import RunData
 
@@ -54,7 +54,7 @@ def pictures(runs: Sequence[RunData]) -> list[Picture]:
     for run in runs:
         for step, ranks in run.timelines.items():
             title = f"{run.name}, step {step}"
-            found.append(Picture("Timeline", title, figures.timeline(ranks), _timeline_note(run, step)))
+            found.append(Picture("Timeline", title, figures.timeline(ranks, run.workload), _timeline_note(run, step)))
     return found
 
 
@@ -70,8 +70,11 @@ def _timeline_note(run: RunData, step: int) -> str:
         return "One stage has no bubble."
     places = sorted(ranks.items())
     slowest = find_straggler([busy_seconds(events) for _, (_, events) in places], [stage for _, (stage, _) in places])
-    ideal = (w.p - 1) / w.micro_batches
-    return f"Bubble {measured:.1%} of the busiest stage's work; (p - 1) / m = {ideal:.1%}; {slowest.describe()}."
+    ideal, formula = (w.p - 1) / (w.chunks * w.micro_batches), "(v m)" if w.chunks > 1 else "m"
+    return (
+        f"Bubble {measured:.1%} of the busiest {'rank' if w.chunks > 1 else 'stage'}'s work; (p - 1) / {formula} = "
+        f"{ideal:.1%}; {slowest.describe(stage_name(w, slowest.stage))}."
+    )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -115,7 +118,7 @@ def memory_rows(run: RunData) -> list[list[str]]:
     for row in run.ranks:
         planned = run.planned_memory(row.stage)
         cells = [f"{value:,}" for key in _HELD for value in (getattr(planned, key), row.measured[key])]
-        rows.append([str(row.rank), str(row.stage), *cells])
+        rows.append([str(row.rank), ", ".join(map(str, run.workload.stages_of(row.stage))), *cells])
     return rows
 
 

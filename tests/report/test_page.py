@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
@@ -18,7 +19,9 @@ from hybrid.config.load import load_config
 from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.observer import Observer
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
+from hybrid.metrics.timeline import Event
 from hybrid.report.data import load_run
+from hybrid.report.page import pictures, summary_rows
 
 ROOT = Path(__file__).parents[2]
 STEPS, SEQ, MICRO_BATCHES = 120, 8, 4
@@ -136,3 +139,19 @@ def test_a_half_written_line_and_a_missing_summary(runs: list[Path], tmp_path: P
 def test_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the folder of a run: it has no config.json and no metrics.jsonl"):
         load_run(tmp_path)
+
+
+def test_an_interleaved_run_is_shown_with_its_stages(tmp_path: Path) -> None:
+    tree = config_tree(2)
+    tree["hybrid"] |= {"pipeline_schedule": "interleaved"}
+    (tmp_path / "tree.json").write_text(json.dumps(tree))
+    (tmp_path / "config.json").write_text(load_config(str(tmp_path / "tree.json"), world_size=2).to_json())
+    (tmp_path / "metrics.jsonl").write_text("")
+    events = [Event(name="ForwardPass", start=0.0, end=1.0, micro_batch=0)]
+    run = dataclasses.replace(load_run(tmp_path), timelines={2: {0: (0, events), 1: (1, events)}})
+    (picture,) = pictures([run])
+    # p = 2, v = 2, m = 4
+    assert "(p - 1) / (v m) = 12.5%" in picture.note and "(stages 0, 2)" in picture.note
+    labels = [label.get_text() for label in picture.figure.axes[0].get_yticklabels()]
+    assert labels == ["rank 0 (stages 0, 2)", "rank 1 (stages 1, 3)"]
+    assert ["layout", "TP1 PP2 x2 DP1"] in summary_rows([run])
