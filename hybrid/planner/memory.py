@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from hybrid.planner import formulas
-from hybrid.planner.parameters import bucket_layout, owned_elements
+from hybrid.planner.parameters import bucket_sizes, owned_elements
 from hybrid.planner.workload import BYTES, Workload
 
 _BUFFERS = 2
@@ -53,17 +53,15 @@ def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, i
     full fp32 buffer, or 4 N / d where every microbatch is reduced; states 12 N / d (d = 1 under stage 0). The table of
     Rajbhandari et al. 2020 (arXiv:1910.02054, section 3) with fp32 gradients.
     """
-    layout = bucket_layout(w, stage)
+    sizes = bucket_sizes(w, stage)
     by_microbatch = w.zero_stage == 2 and w.gradient_sharding == "microbatch" and w.d > 1
-    shards = sum(bucket.shard_numel for bucket in layout.buckets)
     owned = owned_elements(w, stage, data_rank)
-    largest = max(bucket.numel for bucket in layout.buckets)
     kinds = w.optimizer_states + (0 if w.precision == "fp32" else 1)
     return {
-        "parameters": w.width * layout.numel,
-        "gradients": 4 * (shards if by_microbatch else layout.numel),
+        "parameters": w.width * sizes.total,
+        "gradients": 4 * (sizes.shard if by_microbatch else sizes.total),
         "states": 4 * kinds * owned,
-        "buckets": _BUFFERS * BYTES[w.wire] * largest if by_microbatch else 0,
+        "buckets": _BUFFERS * BYTES[w.wire] * sizes.largest if by_microbatch else 0,
     }
 
 
@@ -112,7 +110,7 @@ def _on_the_wire(w: Workload, stage: int) -> int:
     if w.wire == "fp32" or w.zero_stage == 0 or w.d == 1:
         return 0
     copies = 1 if w.zero_stage == 2 and w.gradient_sharding == "microbatch" else 2
-    return _BUFFERS * copies * BYTES[w.wire] * max(bucket.numel for bucket in bucket_layout(w, stage).buckets)
+    return _BUFFERS * copies * BYTES[w.wire] * bucket_sizes(w, stage).largest
 
 
 def fullest_stage(w: Workload) -> tuple[int, RankMemory]:

@@ -139,6 +139,32 @@ def bucket_layout(w: Workload, stage: int) -> BucketLayout:
     return _layout(_kind(w, stage))
 
 
+@dataclass(frozen=True)
+class BucketSizes:
+    """Elements of a stage's buckets, padding included."""
+
+    total: int
+    shard: int
+    """Of one shard of every bucket."""
+    largest: int
+    """Of the largest bucket."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(kind: _Kind) -> BucketSizes:
+    buckets = _layout(kind).buckets
+    return BucketSizes(
+        total=sum(bucket.numel for bucket in buckets),
+        shard=sum(bucket.shard_numel for bucket in buckets),
+        largest=max(bucket.numel for bucket in buckets),
+    )
+
+
+def bucket_sizes(w: Workload, stage: int) -> BucketSizes:
+    """The sums over `bucket_layout`, which a search asks for again and again."""
+    return _sizes(_kind(w, stage))
+
+
 @functools.lru_cache(maxsize=1024)
 def _owned(kind: _Kind, shard: int) -> int:
     return sum(piece.numel for piece in _layout(kind).pieces(shard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ RESERVE_GIB = 5.0
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+_CHUNKS = 2
+"""Stages a rank holds in the interleaved layouts that are tried, the default of `hybrid.pipeline_chunks`."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,12 @@ def _with_batches(request: Request, t: int, p: int, excluded: Counter[str]) -> I
     if request.global_batch % d:
         excluded[f"a global batch of {request.global_batch} cannot be cut over DP {d}"] += 1
         return
-    split = balanced_split(request.model, p, request.seq_length)
-    for size in _MICRO_BATCHES:
+    splits = [balanced_split(request.model, p * chunks, request.seq_length) for chunks in _chunks(request.model, p)]
+    for size, split in itertools.product(_MICRO_BATCHES, splits):
         if request.global_batch // d % size:
             continue
+        if len(split) > p and request.global_batch // (d * size) % p:
+            continue  # the interleaved schedule takes microbatches in groups of p
         yield Workload(
             model=request.model,
             parallel=ParallelConfig(
@@ -143,6 +148,11 @@ def _with_batches(request: Request, t: int, p: int, excluded: Counter[str]) -> I
             wire=request.wire,
             optimizer_states=request.optimizer_states,
         )
+
+
+def _chunks(model: LlamaConfig, p: int) -> tuple[int, ...]:
+    """Stages a pipeline rank may hold: one (1F1B), and two (interleaved) where the layers divide."""
+    return (1, _CHUNKS) if p > 1 and model.num_hidden_layers % (p * _CHUNKS) == 0 else (1,)
 
 
 def search(request: Request) -> Found:

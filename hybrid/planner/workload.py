@@ -149,7 +149,8 @@ class Workload:
 def _interleaved_moments(micro_batches: int, ranks: int, rank: int, chunks: int) -> list[tuple[int, ...]]:
     """`Workload.in_flight` of the interleaved schedule: each set of numbers once, since a steady step repeats them."""
     held, moments = [0] * chunks, set()
-    for forward, backward in interleaved_rounds(micro_batches, ranks, rank, chunks):
+    # Fewer than two groups of microbatches fill the pipeline, and every group after them repeats the one before.
+    for forward, backward in interleaved_rounds(min(micro_batches, 4 * ranks), ranks, rank, chunks):
         if forward is not None:
             held[forward[0]] += 1
             moments.add(tuple(held))

@@ -33,8 +33,10 @@ def config_of(w: Workload, model: str | Mapping[str, Any], base: Mapping[str, An
     hybrid["tensor_model_parallel_size"] = w.t
     hybrid["pipeline_model_parallel_size"] = w.p
     hybrid["sequence_parallel"] = w.parallel.sequence_parallel
-    for name in ("pipeline_schedule", "pipeline_chunks"):  # the search is for 1F1B
+    for name in ("pipeline_schedule", "pipeline_chunks"):  # the base's schedule is that of the base's layout
         hybrid.pop(name, None)
+    if w.chunks > 1:
+        hybrid |= {"pipeline_schedule": "interleaved", "pipeline_chunks": w.chunks}
     hybrid["pipeline_split"] = list(w.layers_per_stage) if w.p > 1 else None
     hybrid["recompute"] = w.recompute
     hybrid["model"] = dict(model) if isinstance(model, Mapping) else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import load_config
 from hybrid.config.model import load_model_config
+from hybrid.pipeline.rounds import interleaved_rounds
 from hybrid.planner.ask import planner_model, request_of, scaling
 from hybrid.planner.banner import banner
 from hybrid.planner.estimate import estimate
@@ -18,7 +20,7 @@ from hybrid.planner.hardware import gpu_names, load_gpu
 from hybrid.planner.memory import fullest_stage, rank_memory
 from hybrid.planner.runs import workload_of
 from hybrid.planner.search import RESERVE_GIB, Request, evaluate, search
-from hybrid.planner.text import describe_search
+from hybrid.planner.text import describe_search, layout_name
 from hybrid.planner.workload import Workload
 from hybrid.planner.write import config_of
 
@@ -67,6 +69,40 @@ def test_a_written_configuration_is_the_chosen_layout(tmp_path: Any, case: tuple
     got = workload_of(load_config(str(path), world_size=gpus))
     assert dataclasses.replace(got, bucket_size=chosen.bucket_size) == chosen
     assert got.bucket_size == chosen.bucket_size
+
+
+def test_interleaved_layouts_are_ranked_and_written(tmp_path: Any) -> None:
+    found = search(ask(gpus=64))
+    interleaved = [c for c in found.feasible + found.too_large if c.workload.chunks > 1]
+    assert any(c.fits for c in interleaved)
+    for c in interleaved:
+        w = c.workload
+        assert w.chunks == 2 and w.p > 1 and 80 % (2 * w.p) == 0 and w.micro_batches % w.p == 0
+    chosen = next(c.workload for c in interleaved if c.fits)
+    assert layout_name(chosen).split()[2] == "x2"
+    path = tmp_path / "my.json"
+    base = {"hybrid": {"pipeline_schedule": "interleaved", "pipeline_chunks": 5}, "bf16": {"enabled": True}}
+    path.write_text(json.dumps(config_of(chosen, "llama3-70b", base)))
+    got = workload_of(load_config(str(path), world_size=64))
+    assert dataclasses.replace(got, bucket_size=0) == dataclasses.replace(chosen, bucket_size=0)
+    simple = next(c.workload for c in found.feasible if c.workload.chunks == 1)
+    assert "pipeline_schedule" not in config_of(simple, "llama3-70b", base)["hybrid"]
+
+
+def test_a_long_interleaved_step_holds_what_its_first_groups_hold() -> None:
+    alone = search(ask(gpus=1)).too_large[0].workload
+    for p, v in itertools.product((2, 3, 4), (2, 3)):
+        for rank in range(p):
+            held, moments = [0] * v, set()
+            for forward, backward in interleaved_rounds(9 * p, p, rank, v):
+                if forward is not None:
+                    held[forward[0]] += 1
+                    moments.add(tuple(held))
+                if backward is not None:
+                    held[backward[0]] -= 1
+            parallel = dataclasses.replace(alone.parallel, pipeline_model_parallel_size=p)
+            w = dataclasses.replace(alone, parallel=parallel, layers_per_stage=(1,) * (p * v), micro_batches=9 * p)
+            assert w.in_flight(rank) == sorted(moments)
 
 
 def test_a_base_configuration_keeps_its_settings(tmp_path: Any) -> None:
