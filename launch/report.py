@@ -10,12 +10,33 @@ from hybrid.config.errors import ConfigError
 from hybrid.config.parser import ArgumentParser
 
 
+def _target(output: Path | None, first: Path) -> Path:
+    """The HTML file to write.
+
+    Raises:
+        ConfigError: `output` is neither an HTML file in a folder that exists nor such a folder.
+    """
+    if output is None or output.is_dir():
+        return (first if output is None else output) / "report.html"
+    if output.suffix.lower() != ".html":
+        page = output.with_name(output.stem + ".html")
+        raise ConfigError([f"--output {output} is no .html file and no folder: the report is HTML, as {page}"])
+    if not output.parent.is_dir():
+        raise ConfigError([f"--output {output}: there is no folder {output.parent}: create it, or choose another"])
+    return output
+
+
 def main() -> int:
     """Parse, read, draw; the exit code."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html of the first)")
+    parser.add_argument("--output", type=Path, help="HTML file to write, or a folder for it (default: the first RUN)")
     args = parser.parse_args()
+    try:
+        output = _target(args.output, args.runs[0])
+    except ConfigError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
     if importlib.util.find_spec("matplotlib") is None:
         print("report: matplotlib is missing: pip install 'hybrid-llama[plot]'", file=sys.stderr)
         return 2
@@ -27,7 +48,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    for path in write_report(runs, args.output or args.runs[0] / "report.html"):
+    for path in write_report(runs, output):
         print(path)
     return 0
 

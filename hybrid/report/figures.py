@@ -8,6 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from hybrid.metrics.timeline import WORK, Event, bubble_ratio
 from hybrid.planner.text import stage_name
@@ -17,6 +18,8 @@ from hybrid.report.data import RunData
 matplotlib.use("Agg")
 
 _COLORS = ("#1f6f8b", "#d1603d", "#5a8f3c", "#8a4f9e", "#b8860b", "#4a4a4a")
+_STYLES = ("-", "--", "-.")
+"""Of the first run's line and the later ones', which let it be seen where they coincide."""
 _PARTS = {
     "parameters": "#1f6f8b",
     "gradients": "#5a8f3c",
@@ -55,7 +58,8 @@ def curve(runs: Sequence[RunData], key: str, label: str, scale: float = 1.0) -> 
     """A metric over the steps of all runs, skipped steps marked; None where no run has it."""
     figure, axes = _figure()
     shown: list[float] = []
-    for run, color in zip(runs, _colors(len(runs)), strict=True):
+    for index, (run, color) in enumerate(zip(runs, _colors(len(runs)), strict=True)):
+        style = _STYLES[index % len(_STYLES)]
         steps, values = run.column(key)
         values = [value * scale for value in values]
         if not values:
@@ -63,9 +67,10 @@ def curve(runs: Sequence[RunData], key: str, label: str, scale: float = 1.0) -> 
         shown += values
         smooth = len(values) >= _SMOOTH_FROM and key in _NOISY
         axes.plot(steps, values, color=color, linewidth=0.8 if smooth else 1.5, alpha=0.3 if smooth else 1.0,
+                  linestyle="-" if smooth else style,
                   marker="o" if len(values) == 1 else None, label=None if smooth else run.name)  # fmt: skip
         if smooth:
-            axes.plot(steps, _smooth(values), color=color, linewidth=1.6, label=run.name)
+            axes.plot(steps, _smooth(values), color=color, linewidth=1.6, linestyle=style, label=run.name)
         for step in run.skipped:
             axes.axvline(step, color=color, linestyle=":", linewidth=1)
         if key == "loss" and run.evaluations:
@@ -75,6 +80,7 @@ def curve(runs: Sequence[RunData], key: str, label: str, scale: float = 1.0) -> 
     if not shown:
         return None
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(label)
     if min(shown) > 0 and max(shown) / min(shown) > _LOG_RANGE:
         axes.set_yscale("log")

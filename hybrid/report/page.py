@@ -127,7 +127,6 @@ _HELD = ("parameters", "gradients", "states", "buckets")
 
 def write_report(runs: Sequence[RunData], output: Path) -> list[Path]:
     """Write `output` (HTML) and its pictures beside it; the paths."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     title = "Run report: " + ", ".join(run.name for run in runs)
     body = [f"<h1>{html.escape(title)}</h1>", _table(summary_rows(runs))]
     written, section = [output], ""

@@ -21,6 +21,7 @@ from hybrid.metrics.observer import Observer
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
 from hybrid.metrics.timeline import Event
 from hybrid.report.data import load_run
+from hybrid.report.figures import curve
 from hybrid.report.page import pictures, summary_rows
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +156,29 @@ def test_an_interleaved_run_is_shown_with_its_stages(tmp_path: Path) -> None:
     labels = [label.get_text() for label in picture.figure.axes[0].get_yticklabels()]
     assert labels == ["rank 0 (stages 0, 2)", "rank 1 (stages 1, 3)"]
     assert ["layout", "TP1 PP2 x2 DP1"] in summary_rows([run])
+
+
+def test_runs_that_coincide_are_told_apart_and_steps_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text(json.dumps(config_tree(1)))
+    (tmp_path / "config.json").write_text(load_config(str(tmp_path / "tree.json"), world_size=1).to_json())
+    lines = [json.dumps({"step": step, "loss": 3.0 - step, "skipped": False}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    run = load_run(tmp_path)
+    figure = curve([run, run], "loss", "nats")
+    assert figure is not None
+    axes = figure.axes[0]
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--"]
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("r.pdf", "the report is HTML, as"), ("missing/deep/r.html", "there is no folder"), ("r", "no folder")],
+)
+def test_where_a_report_cannot_go(tmp_path: Path, output: str, message: str) -> None:
+    command = [sys.executable, "launch/report.py", str(tmp_path), "--output", str(tmp_path / output)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())
