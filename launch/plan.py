@@ -11,13 +11,22 @@ from typing import Any
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import find_config, load_config, read_config
 from hybrid.config.parser import ArgumentParser
-from hybrid.planner.ask import gpu_counts, planner_model, request_of, scaling
+from hybrid.planner.ask import MOST_GPUS, enough_gpus, gpu_counts, planner_model, request_of, scaling
 from hybrid.planner.hardware import gpu_names
 from hybrid.planner.published import compare, published_runs, runs_with_tflops
 from hybrid.planner.runs import workload_of
 from hybrid.planner.search import evaluate, search
-from hybrid.planner.text import describe_configured, describe_published, describe_scaling, describe_search
+from hybrid.planner.text import (
+    describe_configured,
+    describe_enough,
+    describe_published,
+    describe_scaling,
+    describe_search,
+)
 from hybrid.planner.write import config_of
+
+NOTHING_FITS = 1
+"""Exit code where the answer is that no layout fits."""
 
 
 def _parser() -> ArgumentParser:
@@ -50,20 +59,39 @@ def main() -> int:
         return 2
 
 
+def _check_write(path: Path | None, gpus: list[int]) -> None:
+    """Before the search: whether there is one configuration to write, and a place for it."""
+    if path is None:
+        return
+    if len(gpus) > 1:
+        several = ",".join(map(str, gpus))
+        raise ConfigError(
+            [f"--write {path} with --gpus {several}: a configuration is for one number of GPUs: give one to --gpus"]
+        )
+    if path.is_dir():
+        raise ConfigError([f"--write {path} is a folder: name a file, as {path / 'my.json'}"])
+    if not path.parent.is_dir():
+        raise ConfigError([f"--write {path}: there is no folder {path.parent}: create it, or choose another"])
+
+
 def _plan(args: argparse.Namespace) -> int:
     base: dict[str, Any] | None = read_config(find_config(args.ds_config)) if args.ds_config else None
+    _check_write(args.write, args.gpus)
     requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]
     if len(requests) > 1:
-        print("\n".join(describe_scaling(scaling(requests), compare(runs_with_tflops()))))
-        return 0
+        print("\n".join(describe_scaling((answers := scaling(requests)), compare(runs_with_tflops()))))
+        return 0 if any(best for rows in answers.values() for _, best in rows) else NOTHING_FITS
     request, found = requests[0], search(requests[0])
+    if args.write is not None and found.feasible and not 1 <= args.choice <= len(found.feasible):
+        raise ConfigError([f"--choice {args.choice} is no layout that fits: choose 1 to {len(found.feasible)}"])
     print("\n".join(describe_search(request, found, args.top)))
     if args.ds_config and args.model is None:
         own = evaluate(workload_of(load_config(args.ds_config, world_size=request.gpus)), request.gpu)
         print("\n".join(describe_configured(own)))
+    if not found.feasible:
+        print(f"plan: {describe_enough(request, enough_gpus(request), MOST_GPUS)}", file=sys.stderr)
+        return NOTHING_FITS
     if args.write is not None:
-        if not 1 <= args.choice <= len(found.feasible):
-            raise ConfigError([f"--choice {args.choice}: there are {len(found.feasible)} layouts that fit"])
         model = planner_model(args.model) if args.model else (base or {})["hybrid"]["model"]
         tree = config_of(found.feasible[args.choice - 1].workload, model, base)
         args.write.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,20 @@ from hybrid.planner.hardware import load_gpu
 from hybrid.planner.runs import workload_of
 from hybrid.planner.search import Candidate, Request, search
 
+MOST_GPUS = 16384
+"""Where the search for a number of GPUs that is enough ends."""
 _MODELS = Path(__file__).parent / "models"
 """Shapes of models larger than any preset, to plan with."""
 
 
 def gpu_counts(text: str) -> list[int]:
-    """`8,64` as numbers; a ValueError, which argparse reports, for anything else."""
-    counts = [int(part) for part in text.split(",")]
+    """`8,64` as numbers; an error that argparse reports for anything else."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not a number of GPUs, or several with commas, as 8,64") from error
     if min(counts) < 1:
-        raise ValueError("at least one GPU is needed")
+        raise ArgumentTypeError(f"{min(counts)} is no number of GPUs: it must be at least 1")
     return counts
 
 
@@ -79,6 +85,18 @@ def _without_layout(base: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(base.get("train_batch_size"), int):
         tree |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}
     return tree
+
+
+def enough_gpus(request: Request) -> tuple[Request, Candidate] | None:
+    """The first doubling of the GPUs at which a layout fits, with the fastest there; None up to `MOST_GPUS`.
+
+    The batch stays, so it bounds how many replicas there are to shard over.
+    """
+    while request.gpus * 2 <= MOST_GPUS:
+        request = dataclasses.replace(request, gpus=request.gpus * 2)
+        if feasible := search(request).feasible:
+            return request, feasible[0]
+    return None
 
 
 def scaling(requests: Sequence[Request]) -> dict[str, list[tuple[Request, Candidate | None]]]:

@@ -86,6 +86,16 @@ def describe_search(request: Request, found: Found, top: int) -> list[str]:
     return lines
 
 
+def describe_enough(request: Request, enough: tuple[Request, Candidate] | None, most: int) -> str:
+    """How many GPUs a model needs where none of its layouts on those asked for fits."""
+    asked = f"no layout fits on {request.gpus} x {request.gpu.name}"
+    if enough is None:
+        return f"{asked}, nor on any doubling up to {most:,}; above is what takes most memory, or rules layouts out"
+    larger, best = enough
+    w = best.workload
+    return f"{asked}; doubling them, the first that are enough: --gpus {larger.gpus} ({layout_name(w)} {_gradients(w)})"
+
+
 def describe_configured(candidate: Candidate) -> list[str]:
     """A layout as a configuration has it."""
     return ["", "as configured:", *aligned(time_rows([candidate])), *aligned(memory_rows([candidate]))]

@@ -50,6 +50,30 @@ def test_a_configuration_as_it_stands() -> None:
     assert code == 0 and "as configured:" in output and "TP8+SP PP8 DP2" in output
 
 
+def test_nothing_fits(tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    small = ("--model", "llama3-70b", "--gpu", "l40s", "--write", path)
+    code, output, _ = plan(*small, "--gpus", 8)
+    assert code == 1 and not path.exists() and "the closest" in output
+    enough = int(output.split("that are enough: --gpus ")[1].split()[0])
+    assert plan(*small, "--gpus", enough // 2)[0] == 1 and plan(*small, "--gpus", enough)[0] == 0 and path.exists()
+    code, output, seconds = plan("--model", "llama-1t", "--gpus", 3, "--gpu", "l40s", "--global_batch", 1)
+    assert code == 1 and seconds < 2, output
+
+
+def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+    path = tmp_path / "my.json"
+    for words, message in (
+        (("--gpus", "8,16", "--write", path, "--choice", 2), "a configuration is for one number of GPUs"),
+        (("--gpus", 8, "--write", path, "--choice", 999), "--choice 999 is no layout that fits: choose 1 to "),
+        (("--gpus", 8, "--write", tmp_path / "no" / "my.json"), "there is no folder"),
+        (("--gpus", 8, "--write", tmp_path), "is a folder: name a file"),
+        (("--gpus", 0), "0 is no number of GPUs: it must be at least 1"),
+    ):
+        code, output, _ = plan("--model", "llama2-7b", *words)
+        assert code == 2 and message in output and "TP1" not in output and not path.exists(), output
+
+
 def test_errors_name_the_remedy() -> None:
     code, output, _ = plan("--model", "llama3-70c", "--gpus", 8)
     assert code == 2 and "did you mean llama3-70b" in output and "Traceback" not in output
