@@ -7,7 +7,7 @@ from hybrid.config.model import num_parameters
 from hybrid.config.run import RunConfig
 from hybrid.planner.memory import fullest_stage
 from hybrid.planner.runs import workload_of
-from hybrid.planner.text import layout_name, stage_name
+from hybrid.planner.text import counted, layout_name, stage_name
 from hybrid.planner.workload import Workload
 
 _GIB = 2**30
@@ -23,8 +23,9 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
     lines = [
         f"{num_parameters(run.model):,} parameters in {run.precision}, {layout_name(w)}, ZeRO {run.zero_stage}, "
         f"recompute {w.recompute}",
-        f"{run.tokens_per_step:,} tokens a step: {w.micro_batch_size} samples x {w.micro_batches} microbatches x "
-        f"{w.d} replicas of {w.seq_length} tokens",
+        f"{run.tokens_per_step:,} tokens a step: {counted(w.micro_batch_size, 'sample')} x "
+        f"{counted(w.micro_batches, 'microbatch', 'microbatches')} x {counted(w.d, 'replica')} of "
+        f"{w.seq_length} tokens",
         f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
         if steps_done < steps
         else f"step {steps_done} of {steps}: nothing to train",

@@ -23,6 +23,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell(text, width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """`1 layer`, `2 layers`; `several` is the plural where it is not the noun with an s."""
+    return f"{count} {noun if count == 1 else several or noun + 's'}"
+
+
 def layout_name(w: Workload) -> str:
     """The layout in short: `TP8+SP PP4 DP2`, with `x2` after PP where each pipeline rank holds 2 stages."""
     chunks = f" x{w.chunks}" if w.chunks > 1 else ""
@@ -71,14 +76,17 @@ def describe_search(request: Request, found: Found, top: int) -> list[str]:
     gpu, model = request.gpu, request.model
     lines = [
         f"{num_parameters(model) / 1e9:.1f} B parameters on {request.gpus} x {gpu.name}, "
-        f"{request.global_batch} samples of {request.seq_length} tokens a step, {request.precision}",
+        f"{counted(request.global_batch, 'sample')} of {request.seq_length} tokens a step, {request.precision}",
         f"a rank may use {gpu.memory_gib - RESERVE_GIB:.1f} of {gpu.memory_gib} GiB "
         f"({RESERVE_GIB:g} GiB for CUDA, NCCL and fragments)",
         "",
     ]
-    shown = found.feasible[:top]
+    shown, many = found.feasible[:top], len(found.feasible)
     if shown:
-        lines += [f"{len(found.feasible)} layouts fit; the fastest, seconds by part:", *aligned(time_rows(shown))]
+        lines += [
+            f"{counted(many, 'layout fits', 'layouts fit')}; the fastest, seconds by part:",
+            *aligned(time_rows(shown)),
+        ]
         lines += ["", "GiB of the fullest rank by part:", *aligned(memory_rows(shown))]
     else:
         lines += ["no layout fits"]
@@ -104,7 +112,7 @@ def describe_configured(candidate: Candidate) -> list[str]:
 def _why_not(found: Found) -> list[str]:
     lines = []
     if found.too_large:
-        lines.append(f"{len(found.too_large)} do not fit into memory, the closest:")
+        lines.append(f"{counted(len(found.too_large), 'does', 'do')} not fit into memory, the closest:")
         for c in found.too_large[:5]:
             parts = {"activations": c.memory.activations, "weights, gradients and states": c.memory.held}
             parts["logits"] = c.memory.logits

@@ -20,7 +20,7 @@ from hybrid.planner.hardware import gpu_names, load_gpu
 from hybrid.planner.memory import fullest_stage, rank_memory
 from hybrid.planner.runs import workload_of
 from hybrid.planner.search import RESERVE_GIB, Request, evaluate, search
-from hybrid.planner.text import describe_search, layout_name
+from hybrid.planner.text import counted, describe_search, layout_name
 from hybrid.planner.workload import Workload
 from hybrid.planner.write import config_of
 
@@ -196,3 +196,11 @@ def test_banner() -> None:
     assert "TP8+SP PP8 DP2" in text and "memory planned" in text and "steps 11 to" in text
     assert "weight gathers behind the next forward" in text
     assert "decoder layers" in "\n".join(banner(load_config("z2_tp2_pp2", world_size=4)))
+
+
+def test_one_is_not_several() -> None:
+    request = ask("llama3-70b", gpus=1, global_batch=1)
+    text = "\n".join(describe_search(request, search(request), 5))
+    assert "1 sample of 8192" in text and "1 does not fit" in text
+    assert [counted(n, "microbatch", "microbatches") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
+    assert [counted(n, "replica") for n in (1, 2)] == ["1 replica", "2 replicas"]
