@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 
-from hybrid.agreement import everyone, rank_zero_first, together
+from hybrid.agreement import everyone, from_rank_zero, rank_zero_first, together
+from hybrid.checkpoint.select import verify
 from hybrid.config.deepspeed import deepspeed_config, scheduler_of
 from hybrid.config.run import RunConfig
-from hybrid.convert.load import load_weights
+from hybrid.convert.errors import CheckpointError
+from hybrid.convert.hub import fetch
+from hybrid.convert.load import check_model, load_weights
+from hybrid.convert.manifest import is_manifest
 from hybrid.grid import Grid
 from hybrid.model.kernels import Kernels, choose_kernels, liger_problem
 from hybrid.optim.build import optimizer_factory
@@ -33,6 +37,10 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
     """This rank's stage, its weights drawn from the seed or read from `hybrid.init_from`, adapters on them if the run
     trains those; a collective call."""
     recompute = run.hybrid.recompute
+    source, resize_vocab = run.hybrid.init_from, run.hybrid.finetune.resize_vocab
+    if source is not None:
+        together(lambda: check_model(source, run.model, resize_vocab=resize_vocab))
+        _check_bytes(source)
     module = LlamaPipeline(
         run.model,
         grid,
@@ -44,12 +52,22 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
         recompute_layers=recompute.num_layers,
         kernels=_kernels(run, device),
     )
-    source, resize_vocab = run.hybrid.init_from, run.hybrid.finetune.resize_vocab
     if source is not None:
         together(lambda: load_weights(module, run.model, source, resize_vocab=resize_vocab))
     if run.hybrid.lora is not None:
         add_adapters(module, run.hybrid.lora, grid, run.hybrid.training.seed)
     return module
+
+
+def _check_bytes(source: str) -> None:
+    """Verify a checkpoint that has checksums, the ranks sharing the reading; a collective call.
+
+    Raises:
+        CheckpointError: something of it was changed since it was written; the same on every rank.
+    """
+    path = fetch(source)
+    if from_rank_zero(is_manifest(path)) and (problems := verify(path)):
+        raise CheckpointError(problems, source)
 
 
 def _kernels(run: RunConfig, device: torch.device) -> Kernels:

@@ -12,7 +12,7 @@ from hybrid.agreement import everyone, from_rank_zero
 from hybrid.checkpoint.directory import FOLDER, leftovers, pointed_to, steps
 from hybrid.config.errors import ConfigError
 from hybrid.convert.errors import CheckpointError, listed
-from hybrid.convert.inspection import checksum_problems
+from hybrid.convert.integrity import checksum_problems
 from hybrid.convert.manifest import MANIFEST, Manifest, file_problems, read_manifest
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ def _common(parser: argparse.ArgumentParser, *, writes: bool) -> None:
     if writes:
         parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write")
         parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights written (default: as they are)")
-        parser.add_argument("--overwrite", action="store_true", help="replace what is in the output folder")
+        parser.add_argument("--overwrite", action="store_true", help="replace a model in the output folder")
 
 
 def _source(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,9 @@ from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.compare import first_difference
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import copy_companions, highest_token_id, write_json
+from hybrid.convert.integrity import check_bytes
 from hybrid.convert.names import EMBEDDING, HEAD, hf_shapes, state_key
+from hybrid.convert.replace import check_replaceable
 from hybrid.convert.sources import Checkpoint, weight_problems
 from hybrid.convert.store import TensorStore
 from hybrid.convert.writer import Progress
@@ -86,6 +88,20 @@ class Weights:
         for name, key in self.sources.items():
             sizes[self.dtypes[name]] += self.store.tensors[key].nbytes
         return dtype_name(sizes.most_common(1)[0][0])
+
+
+def prepared(source: Checkpoint, job: Job) -> Weights:
+    """The weights to be written, once source and output are found fit: every byte of a source with checksums is read.
+
+    Raises:
+        ConfigError: lists what is wrong.
+    """
+    if job.overwrite:
+        check_replaceable(job.output, source.path)
+    weights = checked_weights(source, job.dtype)
+    if source.manifest is not None:
+        check_bytes(source.path, source.manifest, job.workers)
+    return weights
 
 
 def checked_weights(source: Checkpoint, dtype: torch.dtype | None) -> Weights:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid.convert.common import Job, Result, checked_weights, write_companions
+from hybrid.convert.common import Job, Result, prepared, write_companions
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import staged, write_json
 from hybrid.convert.names import hf_shapes
@@ -70,7 +70,7 @@ def write_hf(source: Checkpoint, job: Job, max_shard_bytes: int = MAX_SHARD_BYTE
     """
     if max_shard_bytes < 1:
         raise CheckpointError([f"max_shard_size is {max_shard_bytes}: it must be positive"], "the arguments")
-    weights = checked_weights(source, job.dtype)
+    weights = prepared(source, job)
     shapes = hf_shapes(weights.config)
     shards = plan_shards(tensor_bytes(shapes, weights.dtypes), max_shard_bytes)
     files = {

@@ -6,20 +6,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.model import LlamaConfig, num_parameters
 from hybrid.config.training import LoraConfig
 from hybrid.convert.adapters import adapter_shapes, stored_adapters
-from hybrid.convert.checksum import Checksum, checksum, file_checksum
 from hybrid.convert.common import dtype_name, tied_head_problems, vocabulary_problems
 from hybrid.convert.files import COMPANIONS
-from hybrid.convert.manifest import SHARDED, FileRecord, Manifest
+from hybrid.convert.integrity import checksum_problems
+from hybrid.convert.manifest import SHARDED, Manifest
 from hybrid.convert.names import EMBEDDING, FINAL_NORM, HEAD, is_state_key
 from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
-from hybrid.convert.store import TensorFile
-from hybrid.convert.tensorfile import read_header
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -73,7 +70,16 @@ def inspect_checkpoint(source: str, *, checksums: bool = False) -> Report:
             report.lines += ["", *_files(checkpoint.manifest)]
         if checksums:
             report.problems += checksum_problems(checkpoint.path, checkpoint.manifest)
+    report.lines += ["", _bytes_read(checkpoint.manifest, checksums=checksums)]
     return report
+
+
+def _bytes_read(manifest: Manifest | None, *, checksums: bool) -> str:
+    if manifest is None:
+        return "bytes       not read, only headers: it has no manifest.json, hence no checksums to compare with"
+    if checksums:
+        return "bytes       all read, and compared with the checksums of the manifest"
+    return "bytes       not read, only headers: --checksums reads all of them and compares them with the manifest"
 
 
 def _model(config: LlamaConfig, manifest: Manifest | None) -> list[str]:
@@ -131,31 +137,3 @@ def _files(manifest: Manifest) -> Iterator[str]:
             also = [label for key, label in _ENDS.items() if any(key in tensor for tensor in record.tensors)]
             size = f"{record.size / 1e6:,.1f}"
             yield f"{name:36} {span:>9} {len(record.tensors):>8} {size:>12}  {', '.join(also)}".rstrip()
-
-
-def checksum_problems(directory: Path, manifest: Manifest) -> list[str]:
-    """Files and tensors whose bytes are not those that were written."""
-    problems: list[str] = []
-    for name, record in manifest.files.items():
-        try:
-            problems += _changed(directory / name, name, record)
-        except ConfigError as error:
-            problems += error.violations
-    return problems
-
-
-def _changed(path: Path, name: str, record: FileRecord) -> Iterator[str]:
-    if not record.tensors:
-        if file_checksum(path) != record.checksum:
-            yield f"{name} was changed: its checksum is not the manifest's; copy it again"
-        return
-    header, file = read_header(path), TensorFile(path)
-    if checksum(header.raw) != record.checksum:
-        yield f"the header of {name} was changed: its checksum is not the manifest's; copy it again"
-    for tensor, expected in record.tensors.items():
-        entry = header.entries.get(tensor)
-        digest = Checksum()
-        if entry is not None:
-            digest.update(file.mapped()[entry.position : entry.position + entry.nbytes])
-        if digest.hexdigest() != expected:
-            yield f"{tensor} in {name} was changed: its checksum is not the manifest's; copy the file again"

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybrid.config.model import LlamaConfig
+from hybrid.config.model import LlamaConfig, read_model_json
 from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.errors import CheckpointError, listed
+from hybrid.convert.hub import fetch
+from hybrid.convert.misplaced import check_place
 from hybrid.convert.names import EMBEDDING, HEAD
 from hybrid.convert.resize import with_more_tokens
 from hybrid.convert.sources import Checkpoint, open_checkpoint, weight_problems
@@ -21,6 +23,39 @@ _LOGGER = logging.getLogger(__name__)
 
 _NOT_COMPUTED_WITH = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Fields that change nothing about what the weights compute."""
+
+_SHAPING = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "attention_bias", "mlp_bias"),
+)
+"""Fields without which weights are not those of the model."""
+
+
+def check_model(source: str | Path, config: LlamaConfig, *, resize_vocab: bool = False) -> None:
+    """Compare a checkpoint's config.json with the model of the run, before anything large is made or read.
+
+    Raises:
+        CheckpointError: they are different models; lists every size in which they differ.
+    """
+    path = fetch(source)
+    check_place(path)
+    if not (path / "config.json").exists():
+        return
+    theirs = LlamaConfig.from_hf(read_model_json(str(path / "config.json")))
+    different = [
+        f"{field} {getattr(theirs, field)} in it, {getattr(config, field)} in the run"
+        for field in _SHAPING
+        if getattr(theirs, field) != getattr(config, field)
+        and not (field == "vocab_size" and resize_vocab and theirs.vocab_size < config.vocab_size)
+    ]
+    if different:
+        raise CheckpointError(
+            [
+                f"it is another model than the run's: {'; '.join(different)}: give --model {source} or the weights of "
+                "the model"
+            ],
+            str(source),
+        )
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybrid.convert.common import Job, Result, Weights, checked_weights, write_companions
+from hybrid.convert.common import Job, Result, Weights, prepared, write_companions
 from hybrid.convert.files import staged
 from hybrid.convert.layers import layer_file, layer_tensors
 from hybrid.convert.manifest import DEEPSPEED, FileRecord, Layout
@@ -22,7 +22,7 @@ def write_native(source: Checkpoint, layout: Layout, job: Job) -> Result:
     Raises:
         ConfigError: the source is not fit, or cannot be written there; then nothing is.
     """
-    weights = checked_weights(source, job.dtype)
+    weights = prepared(source, job)
     tp_size = layout.tensor_model_parallel_size
     layers = {
         (tp_rank, index): layer

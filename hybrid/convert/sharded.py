@@ -10,7 +10,7 @@ from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import padded_vocab_size
 from hybrid.config.training import HybridConfig
 from hybrid.convert.checksum import file_checksum
-from hybrid.convert.common import Job, Result, Weights, checked_weights, write_companions
+from hybrid.convert.common import Job, Result, Weights, prepared, write_companions
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import staged, sync
 from hybrid.convert.manifest import MANIFEST, SHARDED, FileRecord, Layout, Manifest
@@ -92,7 +92,7 @@ def write_sharded(source: Checkpoint, layout: Layout, job: Job) -> Result:
     Raises:
         ConfigError: the source is not fit, or cannot be written there; then nothing is.
     """
-    weights = checked_weights(source, job.dtype)
+    weights = prepared(source, job)
     with staged(job.output, overwrite=job.overwrite, size=weights.nbytes) as staging:
         files = write_files(
             staging,

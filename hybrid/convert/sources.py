@@ -16,6 +16,7 @@ from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.hub import fetch
 from hybrid.convert.layers import layer_file, layer_tensors
 from hybrid.convert.manifest import SHARDED, Manifest, file_problems, is_manifest, read_manifest
+from hybrid.convert.misplaced import check_place
 from hybrid.convert.names import hf_shapes, is_state_key
 from hybrid.convert.store import ArrayPiece, FilePiece, Piece, StoredTensor, TensorFile, TensorStore
 from hybrid.convert.tensorfile import OFFSETS_KEY, read_header
@@ -69,6 +70,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         CheckpointError: there is nothing, nothing this package reads, or files that are missing or damaged.
     """
     path = fetch(source)
+    check_place(path)
     if is_manifest(path):
         return _open_own(path)
     readers: list[tuple[str, str, str, Callable[[Iterable[Path]], dict[str, StoredTensor]]]] = [

@@ -9,6 +9,7 @@ from hybrid.config.cli import run_config_from_args
 from hybrid.config.errors import ConfigError
 from hybrid.config.run import RunConfig
 from hybrid.convert.hub import fetch
+from hybrid.convert.misplaced import check_place
 from hybrid.data.cache import default_cache_dir
 from hybrid.data.tokenizer import load_tokenizer
 
@@ -23,6 +24,7 @@ def finetune_config(args: argparse.Namespace, world_size: int | None) -> RunConf
     """
     if args.init_from is not None:
         folder = fetch(args.init_from)
+        check_place(folder)
         args.init_from = str(folder)
         args.model = args.model or str(folder)
         if args.tokenizer is None and any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -139,9 +139,39 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path, kind):
     (output / "mine").touch()
     with pytest.raises(ConfigError, match="it is there already: choose another folder, or --overwrite"):
         write(kind, source, output=output)
+    with pytest.raises(ConfigError, match="no files of a model are mine: move them away"):
+        write(kind, source, output=output, overwrite=True)
     assert (output / "mine").exists()
+    (output / "mine").unlink()
+    (output / "README.md").touch()
     write(kind, source, output=output, overwrite=True)
-    assert not (output / "mine").exists() and names(tmp_path) == ["out", "source"]
+    assert not (output / "README.md").exists() and names(tmp_path) == ["out", "source"]
+
+
+def test_only_a_model_is_replaced(tmp_path):
+    source = make_source(tmp_path / "models" / "source", "llama2")
+    data, made, linked = tmp_path / "data", tmp_path / "made", tmp_path / "linked"
+    write("sharded", source, output=made)
+    (made / "sub").mkdir()
+    (made / "training.json").touch()
+    linked.symlink_to(made)
+    (tmp_path / "file").touch()
+    data.mkdir()
+    (data / "config.json").write_text("{}")
+    refusals = {
+        made: "no files of a model are sub/, training.json: move",
+        data: "no config.json with weights",
+        linked: "it is a link",
+        tmp_path / "file": "it is a file",
+        source: "it is the source",
+        source / "inner": "it lies in the source",
+        tmp_path / "models": "it contains the source",
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for output, message in refusals.items():
+        with pytest.raises(ConfigError, match=message):
+            write("hf", source, output=output, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_failure_keeps_what_was_there(tmp_path):
@@ -153,15 +183,6 @@ def test_a_failure_keeps_what_was_there(tmp_path):
             raise RuntimeError
     assert_same(read_folder(output), read_folder(source))
     assert names(tmp_path) == ["out", "source"]
-
-
-def test_output_onto_the_source_itself(tmp_path):
-    """The source's files stay open while its place is taken."""
-    source = make_source(tmp_path / "model", "llama2", shards=3)
-    wanted = read_folder(source)
-    write("hf", source, output=source, overwrite=True)
-    assert_same(read_folder(source), wanted)
-    assert names(source) == ["config.json", "model.safetensors"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

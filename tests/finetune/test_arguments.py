@@ -109,3 +109,11 @@ def test_no_framework_is_imported_on_the_way() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_folder_of_a_run_is_no_model(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    model.rename(run / "model")
+    with pytest.raises(ConfigError, match=f"folder of a run, not of a checkpoint: name {run}/model"):
+        config("--init_from", run)
