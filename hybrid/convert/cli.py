@@ -28,6 +28,7 @@ from hybrid.convert.verify import compare_checkpoints
 
 _MOST_WORKERS = 4
 """By default; the disk is busy with fewer."""
+_CHECKSUMS = "read every byte of a sharded or training checkpoint and compare with its manifest"
 
 
 def _common(parser: argparse.ArgumentParser, *, writes: bool) -> None:
@@ -37,6 +38,7 @@ def _common(parser: argparse.ArgumentParser, *, writes: bool) -> None:
         parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder to write")
         parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights written (default: as they are)")
         parser.add_argument("--overwrite", action="store_true", help="replace a model in the output folder")
+        parser.add_argument("--checksums", action="store_true", help=f"first {_CHECKSUMS}; half as fast")
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +90,7 @@ def build_parser() -> ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="say what a folder holds, and what is wrong with it")
     inspect.add_argument("directory", metavar="DIR")
-    inspect.add_argument("--checksums", action="store_true", help="read every byte and compare with the manifest")
+    inspect.add_argument("--checksums", action="store_true", help=_CHECKSUMS)
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -116,6 +118,7 @@ def _convert(args: argparse.Namespace, write: Callable[[Checkpoint, Job], Result
             dtype=DTYPE_NAMES[args.dtype] if args.dtype else None,
             workers=args.workers,
             overwrite=args.overwrite,
+            checksums=args.checksums,
             progress=progress,
         )
         result = write(source, job)

@@ -40,6 +40,8 @@ class Job:
     """Of the tensors written; None keeps each as it is."""
     workers: int = 1
     overwrite: bool = False
+    checksums: bool = False
+    """First read every byte of a source whose manifest has checksums, and compare."""
     progress: Progress = lambda written: None
 
 
@@ -91,7 +93,7 @@ class Weights:
 
 
 def prepared(source: Checkpoint, job: Job) -> Weights:
-    """The weights to be written, once source and output are found fit: every byte of a source with checksums is read.
+    """The weights to be written, once source and output are found fit.
 
     Raises:
         ConfigError: lists what is wrong.
@@ -99,7 +101,7 @@ def prepared(source: Checkpoint, job: Job) -> Weights:
     if job.overwrite:
         check_replaceable(job.output, source.path)
     weights = checked_weights(source, job.dtype)
-    if source.manifest is not None:
+    if job.checksums and source.manifest is not None:
         check_bytes(source.path, source.manifest, job.workers)
     return weights
 

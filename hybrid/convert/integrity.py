@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from hybrid.config.errors import ConfigError
 from hybrid.convert.checksum import Checksum, checksum, file_checksum
 from hybrid.convert.errors import CheckpointError, listed
 from hybrid.convert.manifest import FileRecord, Manifest
 from hybrid.convert.parallel import Check, run_all
-from hybrid.convert.store import TensorFile
+from hybrid.convert.store import CHUNK_BYTES, TensorFile
 from hybrid.convert.tensorfile import Entry, read_header
-
-_PART = 1 << 26
-"""Bytes after which a job looks whether another has failed."""
 
 
 def check_bytes(directory: Path, manifest: Manifest, workers: int) -> None:
@@ -64,9 +63,12 @@ def _file_problems(path: Path, record: FileRecord, check: Check) -> Iterator[str
 def _tensor_problems(file: TensorFile, entry: Entry | None, tensor: str, expected: str, check: Check) -> Iterator[str]:
     digest = Checksum()
     if entry is not None:
-        content = file.mapped()[entry.position : entry.position + entry.nbytes]
-        for start in range(0, entry.nbytes, _PART):
+        # Read, not mapped: a page fault costs more than the copy of the page, which is still in the core's cache.
+        buffer = np.empty(CHUNK_BYTES, np.uint8)
+        for start in range(0, entry.nbytes, CHUNK_BYTES):
             check()
-            digest.update(content[start : start + _PART])
+            part = buffer[: min(CHUNK_BYTES, entry.nbytes - start)]
+            file.read_into(part, entry.position + start)
+            digest.update(part)
     if digest.hexdigest() != expected:
         yield f"{tensor} in {file.path.name} was changed: its checksum is not the manifest's; copy the file again"
