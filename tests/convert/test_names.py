@@ -14,6 +14,7 @@ from hybrid.convert.names import (
     stage_layers,
     state_key,
 )
+from hybrid.model.kernels import TORCH
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.params import param_spec
@@ -29,7 +30,7 @@ def live_layers(config, tp_size, tp_rank, splits):
     pipeline._blocks = [range(sum(splits[:i]), sum(splits[: i + 1])) for i in range(len(splits))]
     group = object() if tp_size > 1 else None
     pipeline.tp = TensorParallel(group=group, rank=tp_rank, size=tp_size)
-    layers = [spec.build() for spec in pipeline._specs(torch.float32, torch.device("meta"), "none", None)]
+    layers = [spec.build() for spec in pipeline._specs(torch.float32, torch.device("meta"), "none", None, TORCH)]
     return [
         [(name, tuple(param.shape), param_spec(param).segments) for name, param in layer.named_parameters()]
         for layer in layers

@@ -152,6 +152,7 @@ def _forget_call(environment: dict[str, str], directory: str) -> None:
     if torch.are_deterministic_algorithms_enabled():  # asked first: the setter imports inductor, for seconds
         torch.use_deterministic_algorithms(False)
     gc.collect()
+    gc.freeze()  # what a call has imported and cached stays, so that the next collection need not look at it
 
 
 def _die_with_parent() -> None:
