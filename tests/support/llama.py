@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -179,9 +180,10 @@ def train_engine(
     losses = []
     for batches in steps:
         cut = recut(batches, micro_batches * grid.parallel.data_parallel_size)
-        engine.train_batch(iter(my_batches(cut, grid, micro_batches)))
-        assert engine.optimizer.result is not None
-        losses.append(engine.optimizer.result.loss)
+        loss, result = engine.train_batch(iter(my_batches(cut, grid, micro_batches))), engine.optimizer.result
+        assert result is not None
+        assert result.skipped or loss.item() == pytest.approx(result.loss)
+        losses.append(result.loss)
     engine.optimizer.wait_parameters()
     return losses, compare_with(engine.module, weights, lambda p: p.detach())
 
