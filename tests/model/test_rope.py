@@ -55,6 +55,16 @@ def test_tables_are_those_of_transformers(kind: str, theta: float, head_dim: int
         assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0])
 
 
+@pytest.mark.parametrize("kind", ["default", "dynamic", "yarn", "llama3-32"])
+def test_tables_of_128k_positions_are_those_of_transformers(kind: str) -> None:
+    """fp32 counts positions exactly up to 2^24."""
+    raw = _raw(kind, 500000.0, 64)
+    positions = torch.arange(131072)
+    cos, sin = LlamaRotaryEmbedding(HFConfig(**raw))(torch.zeros(1), positions[None])
+    ours = rope_tables(LlamaConfig.from_hf(raw), len(positions), "cpu")
+    assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0])
+
+
 def test_llama3_frequencies_by_hand() -> None:
     config = LlamaConfig.from_hf(_raw("llama3-8", head_dim=8))
     inv_freq, factor = inverse_frequencies(config, 8)

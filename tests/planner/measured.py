@@ -30,7 +30,7 @@ Case = dict[str, Any]
 def case(tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> Case:
     """One layout of the small model; `model` changes its shape."""
     defaults = {"sp": False, "chunks": 1, "stage": 1, "recompute": "none", "micro_batches": 2, "batch": 1,
-                "dtype": "bf16", "wire": "fp32", "gradient_sharding": "step", "model": {}}  # fmt: skip
+                "dtype": "bf16", "wire": "fp32", "gradient_sharding": "step", "model": {}, "seq": SEQ}  # fmt: skip
     return {**defaults, "tp": tp, "pp": pp, "dp": dp, **changes}
 
 
@@ -57,7 +57,7 @@ def workload(c: Case) -> Workload:
             sequence_parallel=c["sp"],
         ),
         layers_per_stage=split_layers(model.num_hidden_layers, c["pp"] * c["chunks"]),
-        seq_length=SEQ,
+        seq_length=c["seq"],
         micro_batch_size=c["batch"],
         micro_batches=c["micro_batches"],
         precision=c["dtype"],
@@ -82,14 +82,14 @@ def engine_of(c: Case) -> Any:
         stage=c["stage"],
         micro_batches=c["micro_batches"],
         batch=c["batch"],
-        seq=SEQ,
+        seq=c["seq"],
         dtype=dtypes[c["dtype"]],
         recompute=c["recompute"],
         bucket_size=BUCKET,
         wire_dtype=dtypes[c["wire"]],
         gradient_sharding=c["gradient_sharding"],
     )
-    batches = make_batches(4 * c["micro_batches"] * c["dp"], c["batch"], SEQ, config.vocab_size)
+    batches = make_batches(4 * c["micro_batches"] * c["dp"], c["batch"], c["seq"], config.vocab_size)
     return engine, grid, iter(my_batches(batches, grid, c["micro_batches"]))
 
 
@@ -117,16 +117,19 @@ def measure(c: Case) -> dict[str, Any]:
 
 
 def held_by_one_forward(c: Case) -> dict[str, Any]:
-    """This rank's place, and the bytes a forward of its stage leaves behind: all storages, and saved tensors alone."""
+    """This rank's place, and the bytes a forward of its stage leaves behind: all storages, and saved tensors alone.
+
+    And those of the largest tensor that any operator made.
+    """
     engine, grid, batches = engine_of(c)
-    config, module = engine.module.config, engine.module
+    config, module, seq = engine.module.config, engine.module, c["seq"]
     ids, labels = next(batches)
     inputs = ids
     if grid.pipe_rank > 0:
-        tokens = SEQ // c["tp"] if c["sp"] else SEQ
+        tokens = seq // c["tp"] if c["sp"] else seq
         dtype = next(module.parameters()).dtype
         inputs = torch.randn(tokens, c["batch"], config.hidden_size, dtype=dtype, requires_grad=True)
-    module._rope(SEQ, inputs.device)  # the tables are made once, not per microbatch
+    module._rope(seq, inputs.device)  # the tables are made once, not per microbatch
     outside = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved: dict[int, int] = {}
 
@@ -141,10 +144,11 @@ def held_by_one_forward(c: Case) -> dict[str, Any]:
         if grid.is_last_stage:
             output = module.loss_fn(output, labels)
     alive = tracer.live_bytes + (inputs.nbytes if grid.pipe_rank > 0 else 0)
-    tables = sum(t.nbytes for t in module._rope(SEQ, inputs.device))
+    tables = sum(t.nbytes for t in module._rope(seq, inputs.device))
     return {
         "place": (grid.pipe_rank, grid.tensor_rank, grid.data_rank),
         "alive": alive,
         "saved": sum(saved.values()) - tables,
         "output": output[0].nbytes if isinstance(output, tuple) else output.nbytes,
+        "largest": tracer.largest_bytes,
     }

@@ -69,6 +69,15 @@ def test_activations_are_what_a_forward_leaves_behind(pool: Any, c: Case) -> Non
                 assert got["saved"] == pytest.approx(planned - (not last) * got["output"], rel=1e-3)
 
 
+def test_a_long_sequence(pool: Any) -> None:
+    """16,384 positions: memory is still the formula's, which is linear, and no operator makes the square of them."""
+    c = case(2, sp=True, model={"num_hidden_layers": 2}, seq=16384)
+    w = workload(c)
+    for got in pool.run(held_by_one_forward, 2, c):
+        assert got["alive"] == pytest.approx(microbatch_activations(w, 0) + formulas.head_gradients(w), rel=1e-3)
+        assert got["largest"] < w.seq_length**2 / 16  # as bits, it would be twice that
+
+
 def arriving_on_gloo(w: Workload, stage: int) -> int:
     """Bytes that the planner, which is about GPUs, leaves out: gloo receives two fp32 buckets beside what it sends."""
     reduced = w.d > 1 and w.zero_stage > 0

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -94,6 +94,8 @@ class Tracer(TorchDispatchMode):
         self.operators = 0
         """ATen operators."""
         self.peak_bytes = 0
+        self.largest_bytes = 0
+        """Of the largest tensor's storage that an operator returned."""
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._outside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._works: dict[int, tuple[Any, Collective]] = {}
@@ -175,7 +177,9 @@ class Tracer(TorchDispatchMode):
         self.operators += 1
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
-        self._watch(tree_leaves(result), self._storages)
+        results = tree_leaves(result)
+        self._watch(results, self._storages)
+        self.largest_bytes = max(self.largest_bytes, *(s.nbytes() for s in _storages_of(results)), 0)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return result
 
@@ -217,15 +221,18 @@ class Tracer(TorchDispatchMode):
             self._waited(collective)
 
     def _watch(self, leaves: Iterable[Any], known: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, functional.AsyncCollectiveTensor):
-                leaf = leaf.elem
-            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-                continue
-            storage = leaf.untyped_storage()
+        for storage in _storages_of(leaves):
             key = storage._cdata
             if key not in self._storages and key not in self._outside:
                 known[key] = weakref.ref(storage, partial(_forget, known, key))
+
+
+def _storages_of(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for leaf in leaves:
+        if isinstance(leaf, functional.AsyncCollectiveTensor):
+            leaf = leaf.elem
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()
 
 
 def _forget(known: dict[int, Any], key: int, reference: object) -> None:
