@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 # Before torch is imported by any test file: two threads on a busy core are slower than one, and no test may go online.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from support.pool import WorkerPool
+from support.smollm2 import write_smollm2
 
 
 def pytest_report_header() -> str:
@@ -28,3 +30,9 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
     finally:
         workers.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with real weights, in several files; nobody writes to it."""
+    return write_smollm2(tmp_path_factory.mktemp("smollm2"))
