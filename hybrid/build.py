@@ -21,7 +21,6 @@ from hybrid.grid import Grid
 from hybrid.model.kernels import Kernels, choose_kernels, liger_problem
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.engine import HybridEngine
-from hybrid.optim.interleaved import InterleavedEngine
 from hybrid.optim.policy import choose_policy
 from hybrid.optim.schedule import lr_factor
 from hybrid.optim.settings import OptimizerSettings
@@ -88,8 +87,7 @@ def _kernels(run: RunConfig, device: torch.device) -> Kernels:
 def build_engine(run: RunConfig, grid: Grid, device: torch.device) -> HybridEngine:
     """The engine of this rank, over the module of `build_module`; a collective call."""
     module = build_module(run, grid, device)
-    engine = InterleavedEngine if run.hybrid.num_chunks > 1 else HybridEngine
-    return engine(
+    return HybridEngine(
         module,
         grid,
         deepspeed_config(run),

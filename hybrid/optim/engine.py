@@ -1,7 +1,9 @@
-"""DeepSpeed's pipeline engine with the distributed optimizer in place of its own: ZeRO 0, 1 or 2 at any depth."""
+"""DeepSpeed's pipeline engine with the distributed optimizer in place of its own (ZeRO 0, 1 or 2 at any depth), with
+several stages on a rank, and with transfers that wait for nothing but their own message."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from hybrid.optim.build import MakeOptimizer
 from hybrid.optim.distributed import DistributedOptimizer
 from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
+from hybrid.pipeline.schedule import PassSchedule
+from hybrid.pipeline.transfers import Form, Transfers
 
 Batch = tuple[torch.Tensor, ...]
 """Token ids and shifted labels, of packed documents also positions and segment numbers; each [b, s] int64."""
@@ -23,7 +27,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 class HybridEngine(PipelineEngine):
-    """Runs DeepSpeed's schedule; owns forward, backward, reduction, step and loss.
+    """Runs a schedule of DeepSpeed's instructions; owns forward, backward, transfers, reduction, step and loss.
 
     DeepSpeed is told stage 1 and nothing of the dtype: it refuses more than stage 1 under a pipeline, and fp16 on some
     CPUs, while here parameters, gradients and their reduction are the distributed optimizer's.
@@ -66,6 +70,11 @@ class HybridEngine(PipelineEngine):
         # They serve engine.forward(), which a pipeline does not use, and cost time in every microbatch.
         self.module_forward_pre_hook.remove()
         self.module_forward_post_hook.remove()
+        self.pipe_buffers["gradients"] = []
+        self._transfers: Transfers | None = None
+        self._forms: list[Form] = []
+        if self.num_stages > 1:
+            self._transfers = Transfers(grid, self.device, ring=len(module.chunks) > 1)
 
     def _configure_optimizer(self, client_optimizer: MakeOptimizer, model_parameters: Any) -> None:
         self._refuse_nothing_to_train()
@@ -83,12 +92,25 @@ class HybridEngine(PipelineEngine):
         if not trainable:
             raise ValueError("no parameter of the model requires a gradient: leave at least one trainable")
 
-    def _train_schedule(self) -> schedule.TrainSchedule:
-        self._start_step()
-        return super()._train_schedule()
-
-    def _start_step(self) -> None:
+    def _train_schedule(self) -> PassSchedule:
         self._backwards = [0] * len(self.module.chunks)
+        return self._schedule(self.micro_batches, forward_only=False)
+
+    def _inference_schedule(self, micro_batches: int) -> PassSchedule:
+        return self._schedule(micro_batches, forward_only=True)
+
+    def _schedule(self, micro_batches: int, *, forward_only: bool) -> PassSchedule:
+        chunks = len(self.module.chunks)
+        return PassSchedule(micro_batches, self.num_stages, self.stage_id, chunks=chunks, forward_only=forward_only)
+
+    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
+        if self._transfers is None:
+            super()._exec_schedule(pipe_schedule)
+            return
+        counts = Counter(type(instruction) for step in pipe_schedule for instruction in step)
+        self._transfers.expect({"activations": counts[schedule.RecvActivation], "gradients": counts[schedule.RecvGrad]})
+        super()._exec_schedule(pipe_schedule)
+        self._transfers.finish()
 
     def _makes_loss(self, chunk: int) -> bool:
         """Whether the loss follows this stage of the rank."""
@@ -113,6 +135,8 @@ class HybridEngine(PipelineEngine):
             elif self._hybrid_grid.tensor_rank == 0:
                 self.optimizer.add_loss(loss_sum, tokens)
         self.pipe_buffers["outputs"][buffer_id] = outputs
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["inputs"][buffer_id] = None
 
     def _exec_backward_pass(self, buffer_id: int, chunk: int = 0) -> None:
         self._backwards[chunk] += 1
@@ -120,7 +144,7 @@ class HybridEngine(PipelineEngine):
         if self._makes_loss(chunk):
             grad = torch.full_like(outputs, self.optimizer.backward_scale)
         else:
-            grad = self._output_gradient(buffer_id)
+            grad, self.pipe_buffers["gradients"][buffer_id] = self.pipe_buffers["gradients"][buffer_id], None
             if isinstance(outputs, tuple):  # segment numbers beside the hidden states have no gradient
                 outputs = outputs[0]
         self.optimizer.begin_microbatch(last=self._backwards[chunk] == self.micro_batches, chunk=chunk)
@@ -131,11 +155,39 @@ class HybridEngine(PipelineEngine):
         if self.is_first_stage() and chunk == 0:
             self.pipe_buffers["inputs"][buffer_id] = None
 
-    def _output_gradient(self, buffer_id: int) -> torch.Tensor:
-        """What the next stage sent back for the hidden states in a buffer."""
-        received: Any = self.grad_layer
-        gradient: torch.Tensor = received[0] if isinstance(received, list) else received
-        return gradient
+    def _agree_on_forms(self, mine: list[Form]) -> None:
+        """Take the first stage's: what goes from stage to stage is alike. The first communication of every rank."""
+        found = [mine]
+        dist.broadcast_object_list(found, src=self.grid.stage_to_global(0), group=self._hybrid_grid.pipe_group)
+        self._forms = found[0]
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        assert self._transfers is not None
+        outputs = _tensors(self.pipe_buffers["outputs"][buffer_id])
+        if not self._forms:
+            self._agree_on_forms([(tensor.shape, tensor.dtype) for tensor in outputs])
+        self._transfers.send("activations", outputs)
+        if not torch.is_grad_enabled():
+            self.pipe_buffers["outputs"][buffer_id] = None
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        assert self._transfers is not None
+        if not self._forms:
+            self._agree_on_forms([])
+        tensors = self._transfers.receive("activations", self._forms)
+        tensors[0].requires_grad_()
+        self.pipe_buffers["inputs"][buffer_id] = tensors if len(tensors) > 1 else tensors[0]
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        assert self._transfers is not None
+        hidden = _tensors(self.pipe_buffers["inputs"][buffer_id])[0]
+        assert hidden.grad is not None
+        self._transfers.send("gradients", [hidden.grad])
+        self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        assert self._transfers is not None
+        (self.pipe_buffers["gradients"][buffer_id],) = self._transfers.receive("gradients", self._forms[:1])
 
     def _exec_reduce_tied_grads(self) -> None:
         """Nothing: tied gradients are summed on the reduced shards, in `finish_gradients`."""
@@ -177,4 +229,13 @@ class HybridEngine(PipelineEngine):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.SendActivation: _exec_send_activations,
+        schedule.RecvActivation: _exec_recv_activations,
+        schedule.SendGrad: _exec_send_grads,
+        schedule.RecvGrad: _exec_recv_grads,
     }
+
+
+def _tensors(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The hidden states, and the segment numbers that travel beside them."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,4 +1,4 @@
-"""The order of the interleaved schedule: pure arithmetic (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+"""The order of a rank's passes: pure arithmetic (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ def forward_passes(micro_batches: int, ranks: int, chunks: int) -> list[Pass]:
     return list(_passes(micro_batches, ranks, range(chunks)))
 
 
-def interleaved_rounds(micro_batches: int, ranks: int, rank: int, chunks: int) -> list[Round]:
+def pipeline_rounds(micro_batches: int, ranks: int, rank: int, chunks: int) -> list[Round]:
     """What a rank computes: forwards that fill the pipeline, one forward and one backward at a time, and what is left.
 
     Backwards come in the order of the forwards with the chunks reversed.
     """
     forwards = forward_passes(micro_batches, ranks, chunks)
+    behind = ranks - 1 - rank
     # The first output goes through the v - 1 chunks before the last on all p ranks, then through the ranks behind this
-    # one, and its gradient comes back the same way.
-    filling = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, len(forwards))
+    # one, and its gradient comes back the same way. With one chunk the way out is enough: what comes in then has been
+    # made while the gradient came back.
+    filling = behind if chunks == 1 else min(2 * behind + (chunks - 1) * ranks, len(forwards))
     first: list[Round] = [(forward, None) for forward in forwards[:filling]]
     return first + list(zip_longest(forwards[filling:], _passes(micro_batches, ranks, range(chunks - 1, -1, -1))))
 

@@ -10,7 +10,7 @@ from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig, kv_replicas, padded_vocab_size
 from hybrid.config.run import Precision
 from hybrid.optim.policy import GradientSharding
-from hybrid.pipeline.rounds import interleaved_rounds
+from hybrid.pipeline.rounds import pipeline_rounds
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -150,7 +150,7 @@ def _interleaved_moments(micro_batches: int, ranks: int, rank: int, chunks: int)
     """`Workload.in_flight` of the interleaved schedule: each set of numbers once, since a steady step repeats them."""
     held, moments = [0] * chunks, set()
     # Fewer than two groups of microbatches fill the pipeline, and every group after them repeats the one before.
-    for forward, backward in interleaved_rounds(min(micro_batches, 4 * ranks), ranks, rank, chunks):
+    for forward, backward in pipeline_rounds(min(micro_batches, 4 * ranks), ranks, rank, chunks):
         if forward is not None:
             held[forward[0]] += 1
             moments.add(tuple(held))

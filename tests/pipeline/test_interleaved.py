@@ -19,7 +19,7 @@ from support.llama import (
 
 from hybrid.metrics.timeline import Event, TimelineRecorder, bubble_ratio
 from hybrid.model.init import initial_tensor
-from hybrid.pipeline.interleaved import InterleavedSchedule
+from hybrid.pipeline.schedule import PassSchedule
 from hybrid.planner.simulate import simulate
 from hybrid.tensor_parallel.params import named_segments
 
@@ -33,7 +33,7 @@ INTERLEAVED_BUBBLES = [(2, 2), (2, 4), (4, 4), (4, 8)]
 
 def steps_of(ranks, micro_batches, chunks, **kwargs):
     """The instructions of each rank."""
-    schedules = [InterleavedSchedule(micro_batches, ranks, rank, chunks=chunks, **kwargs) for rank in range(ranks)]
+    schedules = [PassSchedule(micro_batches, ranks, rank, chunks=chunks, **kwargs) for rank in range(ranks)]
     return [[instruction for step in schedule for instruction in step] for schedule in schedules]
 
 
@@ -74,7 +74,7 @@ def test_forward_only_takes_any_number_of_microbatches():
         timeline = played(steps_of(4, micro_batches, 2, forward_only=True), 1.0, 0.0)
         assert [len([e for e in rank if e.name == "ForwardPass"]) for rank in timeline] == [2 * micro_batches] * 4
     with pytest.raises(ValueError, match="groups of 4.* 6 is no multiple"):
-        InterleavedSchedule(6, 4, 0, chunks=2)
+        PassSchedule(6, 4, 0, chunks=2)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import load_config
 from hybrid.config.model import load_model_config
-from hybrid.pipeline.rounds import interleaved_rounds
+from hybrid.pipeline.rounds import pipeline_rounds
 from hybrid.planner.ask import planner_model, request_of, scaling
 from hybrid.planner.banner import banner
 from hybrid.planner.estimate import estimate
@@ -94,7 +94,7 @@ def test_a_long_interleaved_step_holds_what_its_first_groups_hold() -> None:
     for p, v in itertools.product((2, 3, 4), (2, 3)):
         for rank in range(p):
             held, moments = [0] * v, set()
-            for forward, backward in interleaved_rounds(9 * p, p, rank, v):
+            for forward, backward in pipeline_rounds(9 * p, p, rank, v):
                 if forward is not None:
                     held[forward[0]] += 1
                     moments.add(tuple(held))

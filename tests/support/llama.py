@@ -14,7 +14,6 @@ from hybrid.config.parallel import ParallelConfig, split_layers
 from hybrid.grid import Grid, build_grid
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.engine import HybridEngine
-from hybrid.optim.interleaved import InterleavedEngine
 from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.params import named_segments
@@ -143,7 +142,7 @@ def make_engine(
         "zero_optimization": {"stage": 1},
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
     }
-    engine = (InterleavedEngine if chunks > 1 else HybridEngine)(
+    engine = HybridEngine(
         module,
         grid,
         ds_config,
