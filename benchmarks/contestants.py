@@ -41,6 +41,7 @@ class Layout:
 HUGGING_FACE = "Hugging Face model alone"
 STUBBED = ", collectives stubbed"
 BF16_WIRE = " bf16 wire"
+INTERLEAVED = ", two stages a rank"
 PACKAGE = "hybrid"
 
 
@@ -84,7 +85,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2": Layout(
         ranks=2,
         share="pipe",
-        package={PACKAGE: partial(_package, pp=2)},
+        package={PACKAGE: partial(_package, pp=2), PACKAGE + INTERLEAVED: partial(_package, pp=2, interleaved=True)},
         peers={
             "DeepSpeed PipelineModule, balanced split": partial(pipeline, split=BALANCED_SPLIT),
             "DeepSpeed PipelineModule, default split": partial(pipeline, split=DEFAULT_SPLIT),

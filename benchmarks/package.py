@@ -20,6 +20,7 @@ def build_engine(
     *,
     tp: int = 1,
     pp: int = 1,
+    interleaved: bool = False,
     sequence_parallel: bool = False,
     stage: int = 1,
     wire: torch.dtype = torch.float32,
@@ -27,6 +28,7 @@ def build_engine(
     """The engine over the running world, in bf16; what `tp` and `pp` leave is data parallel."""
     config = workload.config
     dp = dist.get_world_size() // (tp * pp)
+    split = workload.interleaved if interleaved else workload.layers_per_stage
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -37,7 +39,7 @@ def build_engine(
     module = LlamaPipeline(
         config,
         grid,
-        layers_per_stage=workload.layers_per_stage if pp > 1 else (config.num_hidden_layers,),
+        layers_per_stage=split if pp > 1 else (config.num_hidden_layers,),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         seed=SEED,

@@ -34,6 +34,8 @@ class Workload:
     """Elements a gradient bucket aims at, for all that have buckets."""
     layers_per_stage: tuple[int, ...]
     """Decoder layers of each pipeline stage; the head weighs about as much as one and a half."""
+    interleaved: tuple[int, ...]
+    """The same with two stages a rank."""
 
     @property
     def config(self) -> LlamaConfig:
@@ -80,6 +82,7 @@ FULL = Workload(
     seq_length=512,
     bucket_size=4_000_000,
     layers_per_stage=(5, 3),
+    interleaved=(2, 2, 3, 1),
 )
 """32.0M parameters."""
 
@@ -89,7 +92,7 @@ SMALL = Workload(
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -98,6 +101,7 @@ SMALL = Workload(
     sequences=4,
     seq_length=64,
     bucket_size=50_000,
-    layers_per_stage=(1, 1),
+    layers_per_stage=(2, 2),
+    interleaved=(1, 1, 1, 1),
 )
 """To try the runner, not to measure."""

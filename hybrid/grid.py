@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from hybrid.config.parallel import ParallelConfig, kv_replicas
+from hybrid.environment import DEFAULT_TIMEOUT
 
 Group = dist.ProcessGroup | None
 """A process group, or None where the axis has one rank: then nothing is communicated."""
@@ -55,7 +56,7 @@ def group_of(rank: int, rank_lists: Iterable[Sequence[int]]) -> Group:
     for ranks in rank_lists:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(ranks=list(ranks))
+        group = dist.new_group(ranks=list(ranks), timeout=DEFAULT_TIMEOUT)  # not NCCL's own, which is shorter
         if rank in ranks:
             mine = group
     return mine

@@ -1,5 +1,4 @@
-"""DeepSpeed's pipeline engine with the distributed optimizer in place of its own (ZeRO 0, 1 or 2 at any depth), with
-several stages on a rank, and with transfers that wait for nothing but their own message."""
+"""DeepSpeed's pipeline engine with ZeRO 0, 1 or 2 at any depth, several stages a rank, and transfers that run ahead."""
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@ Pass = tuple[int, int]
 Round = tuple[Pass | None, Pass | None]
 """A forward and a backward, of which one may be missing."""
 
+SENDS_AHEAD = 2
+"""Messages to a neighbour under way at most: it has posted the receive of the first, and with that posts the second."""
+
 
 def forward_passes(micro_batches: int, ranks: int, chunks: int) -> list[Pass]:
     """The forwards of a rank, alike on all: `ranks` microbatches at a time through every chunk."""

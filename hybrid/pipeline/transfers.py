@@ -8,14 +8,15 @@ That no rank waits for ever:
 
 1. Both ends of a channel (a kind of message from one rank to one other) take its messages in one order, that of the
    passes: the schedule lists the sends of one rank as it lists the receives of the other.
-2. In a process group a rank either only sends or only receives, to or from one rank. NCCL runs what a rank does in a
-   group in order, so that an early receive, which runs until its message comes, would hold up any send behind it. Here
-   it holds up receives of the same channel only, whose messages come later anyway. gloo keeps channels apart itself.
-3. So a rank waits for two things. A receive waits for its message, which the other rank sends without waiting for this
-   one. A send waits for the one `SENDS_AHEAD` before it, whose receive the other rank has posted as soon as it has the
-   message before that; even where each send waits for its own receive no schedule stops (tests play all).
-4. NCCL may make a connection when it is first used, and wait for the other rank: the channels are opened one after the
-   other, in one order on all ranks, before any message.
+2. In a process group a rank either only sends or only receives, to or from one other rank. NCCL runs what a rank does
+   in a group in order: a receive, which runs until its message comes, would hold up a send behind it, and two ranks
+   that both had posted theirs would wait for ever. Here it holds up receives of its own channel only, whose messages
+   come later anyway. gloo would not need the groups.
+3. So a rank waits for two things: a receive for its message, and a send for the one `SENDS_AHEAD` before it to be
+   received. No schedule stops at that, which tests show by playing all of them with ranks that wait so. What holds for
+   processes holds for the streams of a device, where a channel's operations begin after the passes before them.
+4. NCCL may connect two ranks when they first meet, and makes one wait for the other: the channels are opened before any
+   message, one after the other, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +29,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid.grid import Grid, Group, group_of
+from hybrid.pipeline.rounds import SENDS_AHEAD
 
 Kind = Literal["activations", "gradients"]
 KINDS: tuple[Kind, Kind] = ("activations", "gradients")
 
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor's receiver has to know."""
-
-SENDS_AHEAD = 2
-"""Sends of a channel that may be under way: one in transit, one that its receiver has yet to post."""
 
 
 class Outbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from hybrid.pipeline.rounds import SENDS_AHEAD
 from hybrid.planner import formulas
 from hybrid.planner.parameters import bucket_sizes, owned_elements
 from hybrid.planner.workload import BYTES, Workload
@@ -85,9 +86,11 @@ def _stream(w: Workload) -> int:
 def rank_memory(w: Workload, stage: int, data_rank: int = 0) -> RankMemory:
     """What a rank of `stage` needs.
 
-    The pipeline keeps one buffer to receive hidden states in and one for their gradient (DeepSpeed's PipelineEngine).
+    The pipeline posts the receive of the next hidden states, and that of the next gradient, ahead, and keeps gradients
+    that it sends until they are received; sent hidden states wait for their gradient anyway.
     """
-    between = _stream(w) * ((stage > 0 or w.chunks > 1) + (stage < w.p - 1 or w.chunks > 1))
+    before, behind = stage > 0 or w.chunks > 1, stage < w.p - 1 or w.chunks > 1
+    between = _stream(w) * ((1 + SENDS_AHEAD) * before + behind)
     sizes = [microbatch_activations(w, stage, chunk) for chunk in range(w.chunks)]
     held = max(sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in w.in_flight(stage))
     activations = held + between + formulas.rope_tables(w)

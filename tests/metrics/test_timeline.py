@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.schedule import TrainSchedule
 from support.llama import make_batches, make_engine, my_batches, small_config
 
 from hybrid.metrics.timeline import (
@@ -20,14 +19,15 @@ from hybrid.metrics.timeline import (
     timeline_steps,
     write_timeline,
 )
+from hybrid.pipeline.schedule import PassSchedule
 from hybrid.planner.simulate import simulate
 
 
 def streams(stages: int, micro_batches: int) -> list[list[str]]:
-    """DeepSpeed's own 1F1B, by name."""
+    """The instructions of 1F1B, by name."""
     names = []
     for stage in range(stages):
-        schedule = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
+        schedule = PassSchedule(micro_batches, stages, stage)
         names.append([type(instruction).__name__ for step in schedule for instruction in step])
     return names
 

@@ -10,8 +10,9 @@ from support.llama import small_config
 
 from hybrid.config.parallel import ParallelConfig
 from hybrid.grid import build_grid
+from hybrid.pipeline.rounds import SENDS_AHEAD
 from hybrid.pipeline.schedule import PassSchedule
-from hybrid.pipeline.transfers import KINDS, SENDS_AHEAD, Transfers, edge_colours
+from hybrid.pipeline.transfers import KINDS, Transfers, edge_colours
 
 
 @pytest.mark.parametrize("ring", [False, True])

@@ -95,14 +95,14 @@ def test_a_step(pool: Any, c: Case) -> None:
         want: Counter[tuple[str, str, int, int]] = Counter()
         for x in step_transfers(w, stage, tensor_rank, data_rank):
             want[x.axis, x.op, x.group_size, x.payload] += x.count
-        # A send runs in DeepSpeed's group of the whole world, whatever its two ends.
+        # A send runs in a group of the whole pipeline, whatever its two ends.
         calls = {
             (axis, op, 2 if op == "send" else n, size): count for (axis, op, n, size), count in got["calls"].items()
         }
         assert want == Counter(calls)
 
         memory = rank_memory(w, stage, data_rank)
-        # The tables and the buffers to receive in are older than this step, the output of the stage is alive as well.
+        # The tables are older than this step, the output of the stage is alive as well, and not all may be under way.
         stream = w.held_tokens * w.model.hidden_size * w.width
         activations = memory.activations - formulas.rope_tables(w)
         travelling = memory.wire or arriving_on_gloo(w, stage)
