@@ -89,10 +89,12 @@ def rank_memory(w: Workload, stage: int, data_rank: int = 0) -> RankMemory:
     The pipeline posts the receive of the next hidden states, and that of the next gradient, ahead, and keeps gradients
     that it sends until they are received; sent hidden states wait for their gradient anyway.
     """
+    in_flight = w.in_flight(stage)
+    sent = min(SENDS_AHEAD, w.chunks * w.micro_batches - max(map(sum, in_flight)))
     before, behind = stage > 0 or w.chunks > 1, stage < w.p - 1 or w.chunks > 1
-    between = _stream(w) * ((1 + SENDS_AHEAD) * before + behind)
+    between = _stream(w) * ((1 + sent) * before + behind)
     sizes = [microbatch_activations(w, stage, chunk) for chunk in range(w.chunks)]
-    held = max(sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in w.in_flight(stage))
+    held = max(sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in in_flight)
     activations = held + between + formulas.rope_tables(w)
     working = formulas.layer_transient(w)
     if w.recomputing(stage) and w.recompute == "full":
