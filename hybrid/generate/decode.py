@@ -16,7 +16,7 @@ from hybrid.model.attention import Attention
 from hybrid.model.block import TransformerBlock
 from hybrid.model.cache import KVCache
 from hybrid.model.head import vocab_parallel_logits
-from hybrid.model.rope import Rope, rope_tables
+from hybrid.model.rope import Rope, rope_at, rope_tables
 from hybrid.pipeline.module import LlamaPipeline
 
 
@@ -103,8 +103,7 @@ class _Decoder:
         columns = torch.arange(start + ids.size(1), device=ids.device)
         queries = columns[start:]
         positions = (queries.unsqueeze(0) - self._padding.unsqueeze(1)).clamp(min=0)  # [b, s]
-        cos, sin = self._tables
-        rope = cos[positions.t()], sin[positions.t()]
+        rope = rope_at(self._tables, positions.t())
         seen = (columns >= self._padding.unsqueeze(1)).unsqueeze(1) & (columns <= queries.unsqueeze(1))
         # Padding sees itself: a softmax over nothing is not a number, and would spread.
         seen = seen | (columns == queries.unsqueeze(1))

@@ -112,7 +112,7 @@ class Attention(nn.Module):
         visible: Visible | None = None,
         release: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """[s, b, h] (or [s/t, b, h]) to the same; `visible` replaces the causal rule.
+        """[s b, h] (or [s b / t, h]) to the same; `visible` replaces the causal rule.
 
         `release` is called with the projection's output once `hidden` has been used.
         """
@@ -128,5 +128,6 @@ class Attention(nn.Module):
                 context = document_attention(q, k, v, visible, dropout=dropout)
             else:
                 context = causal_attention(q, k, v, dropout=dropout, mask=visible)
+        # With several samples its memory is in another order: as rows it would be a copy, which would be kept too.
         output: Tensor = self.o_proj(context)
-        return output
+        return output.flatten(0, 1)

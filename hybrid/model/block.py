@@ -66,13 +66,17 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, rope: Rope, visible: Visible | None = None) -> Tensor:
         """`visible` replaces the causal rule."""
+        # torch takes every product of three dims apart and puts it together again: once for the whole layer is enough.
+        rows = hidden.flatten(0, 1)
         if self.recompute == "full" and torch.is_grad_enabled():
             rng = self.rng if self.training else None
-            output: Tensor = checkpoint(self._layer, hidden, rope, visible, rng=rng)
-            return output
-        return self._layer(hidden, rope, visible)
+            output: Tensor = checkpoint(self._layer, rows, rope, visible, rng=rng)
+        else:
+            output = self._layer(rows, rope, visible)
+        return output.view_as(hidden)
 
     def _layer(self, hidden: Tensor, rope: Rope, visible: Visible | None) -> Tensor:
+        """Hidden states as rows, [s b, h] (or [s b / t, h]), to the same."""
         normed, release = self._normalise(self.input_layernorm, hidden)
         hidden = hidden + self.self_attn(normed, rope, visible, release)
         normed, release = self._normalise(self.post_attention_layernorm, hidden)

@@ -85,7 +85,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor, release: Callable[[Tensor], None] | None = None) -> Tensor:
-        """[s, b, h] (or [s/t, b, h]) to the same.
+        """[..., h] to the same, of all tokens or of this rank's under sequence parallelism.
 
         `release` is called with the projection's output once `hidden` has been used.
         """

@@ -24,18 +24,18 @@ class _RMSNorm(Function):
         exact = x.float()
         scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return weight * (exact * scale).to(x.dtype)
+        return (exact * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         need_input, need_weight, _ = ctx.needs_input_grad
-        normed = x.float() * scale
+        normed = x * scale  # fp32, as the scale is
         grad_input = grad_weight = None
         if need_weight:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if need_input:
-            inner = grad.float() * weight
+            inner = grad * weight.float()
             mean = (inner * normed).mean(-1, keepdim=True)
             grad_input = inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype)
         return grad_input, grad_weight, None

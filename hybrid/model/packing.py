@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybrid.model.rope import Rope
+from hybrid.model.rope import Rope, rope_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,5 @@ def segment_positions(segments: Tensor) -> Tensor:
 
 
 def segment_rope(tables: Rope, segments: Tensor) -> Rope:
-    """The tables [s, d] at each token's position in its document: [s, b, d]."""
-    positions = segment_positions(segments).t()
-    cos, sin = tables
-    return cos[positions], sin[positions]
+    """The tables at each token's position in its document."""
+    return rope_at(tables, segment_positions(segments).t())

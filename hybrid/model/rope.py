@@ -12,7 +12,10 @@ from torch.autograd import Function
 from hybrid.config.model import LlamaConfig
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin, fp32, [s, d] for positions 0 .. s-1, or [s, b, d] where positions differ between samples."""
+"""cos and sin as they multiply [s, b, heads, d] and its halves exchanged: fp32, the first half of sin negated.
+
+[s, 1, 1, d] for positions 0 .. s-1, or [s, b, 1, d] where positions differ between samples.
+"""
 
 
 def _frequencies(base: float | Tensor, dim: int) -> Tensor:
@@ -97,31 +100,26 @@ def inverse_frequencies(config: LlamaConfig, seq_length: int) -> tuple[Tensor, f
 
 
 def rope_tables(config: LlamaConfig, seq_length: int, device: torch.device | str) -> Rope:
-    """cos and sin for positions 0 .. seq_length - 1: fp32 [s, d], both halves alike."""
+    """For positions 0 .. seq_length - 1: twice [s, 1, 1, d]."""
     # On the CPU first: transcendental functions differ between devices, and the table is made once.
     inv_freq, factor = inverse_frequencies(config, seq_length)
     angles = torch.arange(seq_length).float().unsqueeze(1) * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    cos, sin = (table[:, None, None].to(device) for table in tables)
+    return cos, sin
 
 
-def _angles(cos: Tensor, sin: Tensor) -> Rope:
-    """The tables as they multiply [s, b, heads, d/2]: their halves are alike, half of each is enough."""
-    lead = cos.shape[:-1] if cos.dim() == 3 else (cos.size(0), 1)
-    half = cos.size(-1) // 2
-    return cos[..., :half].view(*lead, 1, half), sin[..., :half].view(*lead, 1, half)
+def rope_at(tables: Rope, positions: Tensor) -> Rope:
+    """The tables of positions 0 .. s-1 at `positions` [s, b]: twice [s, b, 1, d]."""
+    cos, sin = tables
+    return cos[positions, 0], sin[positions, 0]
 
 
-def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, to `out`; fp32 inside.
-
-    `cos` and `sin` as `_angles` gives them.
-    """
-    halves = (2, x.size(-1) // 2)
-    first, second = x.unflatten(-1, halves).float().unbind(-2)
-    out_first, out_second = out.unflatten(-1, halves).unbind(-2)
-    torch.sub(first * cos, second * sin, out=out_first)
-    torch.add(second * cos, first * sin, out=out_second)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    """x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, or `back`; fp32 whatever x is."""
+    exchanged = x.roll(x.size(-1) // 2, dims=-1)
+    return (x * cos).add_(exchanged * sin, alpha=-1 if back else 1)
 
 
 class _ApplyRope(Function):
@@ -130,16 +128,12 @@ class _ApplyRope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rotate_into(out, x, *_angles(cos, sin))
-        return out
+        return _rotated(x, cos, sin).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        rotate_into(out, grad, *_angles(cos, -sin))
-        return out, None, None
+        return _rotated(grad, cos, sin, back=True).to(grad.dtype), None, None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,33 +149,26 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _SplitRotary(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.shape = qkv.shape
         ctx.save_for_backward(cos, sin)
-        s, b, width = qkv.shape
-        d = width // (heads + 2 * kv_heads)
-        fused = qkv.view(s, b, -1, d)
-        rotated = qkv.new_empty(s, b, heads + kv_heads, d)
-        rotate_into(rotated, fused[:, :, : heads + kv_heads], *_angles(cos, sin))
-        q, k = rotated.split([heads, kv_heads], dim=2)
-        return q, k, fused[:, :, heads + kv_heads :].contiguous()
+        fused = qkv.view(cos.size(0), -1, heads + 2 * kv_heads, cos.size(-1))
+        qk, v = fused.split([heads + kv_heads, kv_heads], dim=2)
+        q, k = _rotated(qk, cos, sin).to(qkv.dtype).split([heads, kv_heads], dim=2)
+        return q, k, v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        cos, sin = _angles(cos, -sin)
-        s, b, heads, d = dq.shape
-        kv_heads = dk.size(2)
-        grad = dq.new_empty(s, b, heads + 2 * kv_heads, d)
-        rotate_into(grad[:, :, :heads], dq, cos, sin)
-        rotate_into(grad[:, :, heads : heads + kv_heads], dk, cos, sin)
-        grad[:, :, heads + kv_heads :] = dv
-        return grad.flatten(2), None, None, None, None
+        grad = torch.cat((dq, dk, dv), dim=2)
+        turned = grad.narrow(2, 0, dq.size(2) + dk.size(2))
+        turned.copy_(_rotated(turned, cos, sin, back=True))
+        return grad.view(ctx.shape), None, None, None, None
 
 
 def split_rotary(qkv: Tensor, rope: Rope, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A fused [s, b, (heads + 2 kv_heads) d] projection as rotated q and k, and v, each [s, b, its heads, d].
+    """A fused [s b, (heads + 2 kv_heads) d] projection as rotated q and k, and v, each [s, b, its heads, d].
 
-    v is a copy: as a view it would keep the unrotated q and k alive until backward. The gradients of the three are
-    written straight into one buffer.
+    v is a copy: as a view it would keep the unrotated q and k alive until backward.
     """
     q, k, v = _SplitRotary.apply(qkv, *rope, heads, kv_heads)
     return q, k, v

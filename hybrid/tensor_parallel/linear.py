@@ -31,8 +31,8 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[s, b, n] as the matrix [s b, n]; a view unless the incoming gradient is strided."""
-    return x.reshape(-1, x.size(-1))
+    """[s, b, n] as the matrix [s b, n], which may come as one; a view unless the incoming gradient is strided."""
+    return x.flatten(0, -2)
 
 
 def weight_gradient(grad_output: Tensor, inputs: Tensor) -> Tensor:

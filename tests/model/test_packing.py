@@ -46,10 +46,10 @@ def test_positions_start_anew() -> None:
 
 
 def test_rope_is_taken_at_the_document_positions() -> None:
-    tables = torch.arange(6.0).unsqueeze(1).expand(6, 4), torch.zeros(6, 4)
+    tables = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 4), torch.zeros(6, 1, 1, 4)
     cos, _ = segment_rope(tables, SEGMENTS)
-    assert cos.shape == (6, 2, 4)
-    assert cos[:, 0, 0].tolist() == [0, 1, 2, 0, 1, 0]
+    assert cos.shape == (6, 2, 1, 4)
+    assert cos[:, 0, 0, 0].tolist() == [0, 1, 2, 0, 1, 0]
 
 
 @pytest.mark.parametrize("rows", [slice(0, 2), slice(0, 1)], ids=["two rows", "one row"])

@@ -10,7 +10,7 @@ from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hybrid.config.model import LlamaConfig
-from hybrid.model.rope import apply_rope, inverse_frequencies, rope_tables, split_rotary
+from hybrid.model.rope import Rope, apply_rope, inverse_frequencies, rope_at, rope_tables, split_rotary
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -40,6 +40,13 @@ def _raw(kind: str, theta: float = 10000.0, head_dim: int = 16) -> dict[str, Any
     }
 
 
+def _as_in_transformers(tables: Rope) -> Rope:
+    """cos and sin, [s, d], both halves alike."""
+    cos, sin = (table[:, 0, 0] for table in tables)
+    first, second = sin.chunk(2, dim=-1)
+    return cos, torch.cat((-first, second), dim=-1)
+
+
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,9 +57,9 @@ def test_tables_are_those_of_transformers(kind: str, theta: float, head_dim: int
         theirs = LlamaRotaryEmbedding(HFConfig(**raw))
         cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
         ours = rope_tables(config, length, "cpu")
-        assert all(table.dtype == torch.float32 and table.shape == (length, head_dim) for table in ours)
+        assert all(table.dtype == torch.float32 and table.shape == (length, 1, 1, head_dim) for table in ours)
         assert torch.equal(inverse_frequencies(config, length)[0], theirs.inv_freq)
-        assert torch.equal(ours[0], cos[0]) and torch.equal(ours[1], sin[0])
+        assert all(map(torch.equal, _as_in_transformers(ours), (cos[0], sin[0])))
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic", "yarn", "llama3-32"])
@@ -74,9 +81,10 @@ def test_llama3_frequencies_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation(dtype: torch.dtype) -> None:
-    cos, sin = rope_tables(LlamaConfig.from_hf(_raw("default")), 12, "cpu")
+    tables = rope_tables(LlamaConfig.from_hf(_raw("default")), 12, "cpu")
+    cos, sin = _as_in_transformers(tables)
     x = torch.randn(12, 2, 3, 16).to(dtype)
-    ours = apply_rope(x, cos, sin)
+    ours = apply_rope(x, *tables)
     assert ours.dtype == dtype
     exact = x.float().permute(1, 2, 0, 3)
     theirs = apply_rotary_pos_emb(exact, exact, cos[None], sin[None])[0].permute(2, 0, 1, 3)
@@ -84,14 +92,15 @@ def test_rotation(dtype: torch.dtype) -> None:
 
 
 def test_backward_is_the_transpose() -> None:
-    cos, sin = rope_tables(LlamaConfig.from_hf(_raw("yarn")), 12, "cpu")
+    tables = rope_tables(LlamaConfig.from_hf(_raw("yarn")), 12, "cpu")
+    cos, sin = _as_in_transformers(tables)
     x = torch.randn(12, 2, 3, 16, requires_grad=True)
     grad = torch.randn(12, 2, 3, 16)
     first, second = x.chunk(2, -1)
     c, s = cos[:, None, None], sin[:, None, None]
     (x * c + torch.cat((-second, first), -1) * s).backward(grad)
     expected, x.grad = x.grad, None
-    apply_rope(x, cos, sin).backward(grad)
+    apply_rope(x, *tables).backward(grad)
     torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -99,7 +108,7 @@ def test_tables_per_sample() -> None:
     cos, sin = rope_tables(LlamaConfig.from_hf(_raw("default")), 12, "cpu")
     x = torch.randn(6, 2, 3, 16)
     positions = torch.stack((torch.arange(6), torch.tensor([0, 1, 2, 0, 1, 2])), dim=1)  # [s, b]
-    packed = apply_rope(x, cos[positions], sin[positions])
+    packed = apply_rope(x, *rope_at((cos, sin), positions))
     assert torch.equal(packed[:, 0], apply_rope(x, cos[:6], sin[:6])[:, 0])
     assert torch.equal(packed[3:, 1], apply_rope(x[3:], cos[:3], sin[:3])[:, 1])
 
@@ -107,7 +116,7 @@ def test_tables_per_sample() -> None:
 def test_split_is_rotation_of_the_parts() -> None:
     rope = rope_tables(LlamaConfig.from_hf(_raw("default")), 12, "cpu")
     heads, kv_heads, d = 4, 2, 16
-    qkv = torch.randn(12, 2, (heads + 2 * kv_heads) * d, requires_grad=True)
+    qkv = torch.randn(12 * 2, (heads + 2 * kv_heads) * d, requires_grad=True)
     parts = qkv.view(12, 2, -1, d).split([heads, kv_heads, kv_heads], dim=2)
     expected = apply_rope(parts[0], *rope), apply_rope(parts[1], *rope), parts[2]
     grads = [torch.randn_like(part) for part in parts]
