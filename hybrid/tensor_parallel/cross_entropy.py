@@ -24,39 +24,41 @@ IGNORE_INDEX = -100
 """Label of a position that is not supervised, as everywhere in torch and Hugging Face."""
 
 
-def _locate(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 where it is elsewhere), and whether it is here."""
-    local = labels - start
-    here = (local >= 0) & (local < columns)
-    return local.masked_fill(~here, 0), here
+class _Targets:
+    """Where the labels [n] are on a rank whose columns begin at `start`; each field is [n, 1]."""
+
+    def __init__(self, labels: Tensor, start: int, columns: int) -> None:
+        labels = labels.unsqueeze(1)
+        local = labels - start
+        self.column = local.clamp(0, columns - 1)
+        """Any, of a label that is not here."""
+        self.elsewhere = self.column != local
+        self.ignored = labels == IGNORE_INDEX
 
 
-def _exp_and_loss_(
-    logits: Tensor, labels: Tensor, shard: Shard, start: int, tp: TensorParallel
-) -> tuple[Tensor, Tensor]:
-    """Per-token loss [n], 0 where ignored, and the softmax's denominator [n].
+def _exp_and_loss_(logits: Tensor, targets: _Targets, shard: Shard, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Per-token loss [n, 1], 0 where ignored, and the softmax's denominator [n, 1].
 
     `logits` [n, V/t], fp32, become their exponentials in place. One MAX and one SUM all-reduce of n and 2 n numbers.
     """
-    logits[:, shard.length :] = -torch.inf  # padding is no part of the vocabulary
-    peak = all_reduce_max(logits.amax(dim=1), tp.group)
-    logits.sub_(peak.unsqueeze(1))
-    local, here = _locate(labels, start, logits.size(1))
-    target = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(~here, 0.0)
+    if shard.length < logits.size(1):
+        logits[:, shard.length :] = -torch.inf  # padding is no part of the vocabulary
+    logits.sub_(all_reduce_max(logits.amax(dim=1, keepdim=True), tp.group))
+    target = logits.gather(1, targets.column).masked_fill_(targets.elsewhere, 0.0)
     logits.exp_()
-    total, target = all_reduce(torch.stack((logits.sum(dim=1), target)), tp.group)
-    return (total.log() - target).masked_fill_(labels == IGNORE_INDEX, 0.0), total
+    total, target = all_reduce(torch.stack((logits.sum(dim=1, keepdim=True), target)), tp.group)
+    return (total.log() - target).masked_fill_(targets.ignored, 0.0), total
 
 
-def _to_gradient_(exponentials: Tensor, total: Tensor, labels: Tensor, start: int, scale: Tensor | None = None) -> None:
-    """Turn exponentials [n, V/t] into d loss / d logits, in place; rows of ignored labels become 0."""
-    weight = (labels != IGNORE_INDEX).to(total.dtype)
-    if scale is not None:
-        weight = weight * scale
-    exponentials.mul_((weight / total).unsqueeze(1))
-    local, here = _locate(labels, start, exponentials.size(1))
-    rows = torch.arange(labels.size(0), device=labels.device)
-    exponentials[rows, local] -= here * weight
+def _to_gradient_(exponentials: Tensor, total: Tensor, targets: _Targets, scale: Tensor | None = None) -> None:
+    """Turn exponentials [n, V/t] into d loss / d logits, in place; rows of ignored labels become 0.
+
+    `total` and `scale`, by default 1, are [n, 1].
+    """
+    weight = (torch.ones_like(total) if scale is None else scale).masked_fill(targets.ignored, 0.0)
+    exponentials.mul_(weight / total)
+    at_label = exponentials.gather(1, targets.column) - weight.masked_fill_(targets.elsewhere, 0.0)
+    exponentials.scatter_(1, targets.column, at_label)
 
 
 class _VocabParallelCrossEntropy(Function):
@@ -66,7 +68,7 @@ class _VocabParallelCrossEntropy(Function):
         ctx.start, ctx.shape, ctx.dtype = tp.rank * columns, logits.shape, logits.dtype
         flat = logits.to(torch.float32, copy=True).view(-1, columns)
         shard = vocab_shard(vocab_size, tp.size, tp.rank)
-        loss, total = _exp_and_loss_(flat, labels.flatten(), shard, ctx.start, tp)
+        loss, total = _exp_and_loss_(flat, _Targets(labels.flatten(), ctx.start, columns), shard, tp)
         ctx.save_for_backward(flat, total, labels.flatten())
         return loss.view(labels.shape)
 
@@ -74,7 +76,8 @@ class _VocabParallelCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, total, labels = ctx.saved_tensors
         grad_logits = exponentials.clone()
-        _to_gradient_(grad_logits, total, labels, ctx.start, grad.flatten())
+        targets = _Targets(labels, ctx.start, exponentials.size(1))
+        _to_gradient_(grad_logits, total, targets, grad.reshape(-1, 1))
         return grad_logits.view(ctx.shape).to(ctx.dtype), None, None, None
 
 
@@ -98,29 +101,33 @@ class _ChunkedLoss:
     def __init__(self, hidden: Tensor, weight: Tensor, *, need_hidden: bool, need_weight: bool) -> None:
         self.hidden, self.weight = hidden, weight  # [n, h], [V/t, h]
         self.grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        self.grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        self.grad_weight: Tensor | None = None
+        self._need_weight = need_weight
 
     def run(self, labels: Tensor, vocab_size: int, tp: TensorParallel, chunk_tokens: int) -> Tensor:
         """Sum of the losses of `labels` [n], an fp32 scalar."""
         shard = vocab_shard(vocab_size, tp.size, tp.rank)
-        start = tp.rank * self.weight.size(0)
+        columns = self.weight.size(0)
         losses = []
         for begin in range(0, labels.size(0), chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
             logits = (self.hidden[part] @ self.weight.t()).float()
-            loss, total = _exp_and_loss_(logits, labels[part], shard, start, tp)
+            targets = _Targets(labels[part], tp.rank * columns, columns)
+            loss, total = _exp_and_loss_(logits, targets, shard, tp)
             losses.append(loss.sum())
-            if self.grad_hidden is not None or self.grad_weight is not None:
-                _to_gradient_(logits, total, labels[part], start)
+            if self.grad_hidden is not None or self._need_weight:
+                _to_gradient_(logits, total, targets)
                 self._accumulate(part, logits.to(self.weight.dtype))
         return torch.stack(losses).sum()
 
     def _accumulate(self, part: slice, grad_logits: Tensor) -> None:
         if self.grad_hidden is not None:
             torch.mm(grad_logits, self.weight, out=self.grad_hidden[part])
-        if self.grad_weight is None:
+        if not self._need_weight:
             return
-        if grad_logits.dtype == self.grad_weight.dtype:
+        if self.grad_weight is None:
+            self.grad_weight = weight_gradient(grad_logits, self.hidden[part]).float()
+        elif grad_logits.dtype == self.grad_weight.dtype:
             self.grad_weight.addmm_(grad_logits.t(), self.hidden[part])
         else:
             self.grad_weight += weight_gradient(grad_logits, self.hidden[part])

@@ -61,16 +61,16 @@ class _LocalRows(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, start: int) -> Tensor:
-        local = ids - start
-        outside = (local < 0) | (local >= weight.size(0))
-        local = local.masked_fill(outside, 0)
+        wanted = ids - start
+        local = wanted.clamp(0, weight.size(0) - 1)
+        outside = (local != wanted).unsqueeze(-1)
         ctx.save_for_backward(local, outside, weight)
-        return weight[local].masked_fill_(outside.unsqueeze(-1), 0)
+        return weight[local].masked_fill_(outside, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         local, outside, weight = ctx.saved_tensors
-        grad = grad.masked_fill(outside.unsqueeze(-1), 0)
+        grad = grad.masked_fill(outside, 0)
         return _sum_by_row(grad.flatten(0, -2), local.flatten(), weight), None, None
 
 
