@@ -224,4 +224,4 @@ def test_operators_and_flops_of_a_microbatch(pool):
 
     with Tracer() as tracer:
         model(input_ids=ids, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
-    assert operators < tracer.operators
+    assert operators <= 0.7 * tracer.operators
