@@ -119,6 +119,9 @@ def test_flops_of_matmuls_and_attention() -> None:
     with torch.inference_mode(), Tracer() as tracer:
         F.linear(x, weight)
     assert tracer.flops == 2 * 4 * 8 * 16
+    with Tracer() as tracer:
+        torch.ones(4, 16).addmm_(x, weight.detach().t())
+    assert tracer.flops == 2 * 4 * 8 * 16
     query, key, value = (torch.randn(2, 4, 32, 8, requires_grad=True) for _ in range(3))
     with Tracer() as tracer:
         F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()

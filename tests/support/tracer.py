@@ -261,7 +261,9 @@ def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: 
 _ATEN: Any = torch.ops.aten
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
-    # torch's own counter does not know its CPU kernels; like it, they count the whole square of a causal mask.
+    # torch's own counter does not know this.
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    # Nor its CPU kernels; like it, they count the whole square of a causal mask.
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
 }
