@@ -15,12 +15,18 @@ from hybrid.config.errors import ConfigError
 from hybrid.config.run import RunConfig
 from hybrid.environment import LaunchError, normalise_launch_variables, prepare_process
 from hybrid.launcher import should_spawn, spawn_ranks, this_command
+from hybrid.signals import readers_choice
 
 Resolve = Callable[[argparse.Namespace, int | None], RunConfig]
 """The run that arguments ask for in a world of so many ranks; None where that is not known."""
 
+Explain = Callable[[RunConfig], str]
+"""What a dry run prints."""
 
-def run_or_exit_code(program: str, args: argparse.Namespace, resolve: Resolve) -> RunConfig | int:
+
+def run_or_exit_code(
+    program: str, args: argparse.Namespace, resolve: Resolve, explain: Explain = describe
+) -> RunConfig | int:
     """The run of this rank, or the exit code where nothing is left to do: a dry run, an error, ranks that have ended.
 
     After a run, torch may be imported.
@@ -29,7 +35,9 @@ def run_or_exit_code(program: str, args: argparse.Namespace, resolve: Resolve) -
         normalise_launch_variables()
         world_size = int(os.environ["WORLD_SIZE"])
         if args.dry_run:
-            print(describe(resolve(args, None)))
+            text = explain(resolve(args, None))
+            with readers_choice():
+                print(text)
             return 0
         if world_size == 1:
             # Of one process it is not known yet how many ranks it stands for: as many as the model needs.

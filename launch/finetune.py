@@ -6,6 +6,7 @@ from hybrid.config.cli import CHAT_DATA, add_arguments, add_finetune_arguments
 from hybrid.config.parser import ArgumentParser
 from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import finetune_config
+from hybrid.planner.banner import dry_run
 
 
 def main() -> int:
@@ -17,7 +18,7 @@ def main() -> int:
         "--show_samples", type=int, default=0, metavar="N", help="print N samples, what is learnt in colour"
     )
     args = parser.parse_args()
-    run = run_or_exit_code("finetune", args, finetune_config)
+    run = run_or_exit_code("finetune", args, finetune_config, dry_run)
     if isinstance(run, int):
         return run
     # Only now: importing torch and DeepSpeed takes seconds, which a wrong configuration should not cost.

@@ -24,6 +24,7 @@ from hybrid.planner.text import (
     describe_search,
 )
 from hybrid.planner.write import config_of
+from hybrid.signals import readers_choice
 
 NOTHING_FITS = 1
 """Exit code where the answer is that no layout fits."""
@@ -48,12 +49,12 @@ def main() -> int:
     """Parse, search, print, write; the exit code."""
     args = (parser := _parser()).parse_args()
     try:
-        if not args.published:
-            if args.gpus is None or (args.model is None and args.ds_config is None):
-                parser.error("--gpus and one of --model and --ds_config are needed")
-            return _plan(args)
-        print("\n".join(describe_published(compare(published_runs()))))
-        return 0
+        if args.published:
+            _print(describe_published(compare(published_runs())))
+            return 0
+        if args.gpus is None or (args.model is None and args.ds_config is None):
+            parser.error("--gpus and one of --model and --ds_config are needed")
+        return _plan(args)
     except ConfigError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
@@ -79,24 +80,30 @@ def _plan(args: argparse.Namespace) -> int:
     _check_write(args.write, args.gpus)
     requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]
     if len(requests) > 1:
-        print("\n".join(describe_scaling((answers := scaling(requests)), compare(runs_with_tflops()))))
+        _print(describe_scaling((answers := scaling(requests)), compare(runs_with_tflops())))
         return 0 if any(best for rows in answers.values() for _, best in rows) else NOTHING_FITS
     request, found = requests[0], search(requests[0])
     if args.write is not None and found.feasible and not 1 <= args.choice <= len(found.feasible):
         raise ConfigError([f"--choice {args.choice} is no layout that fits: choose 1 to {len(found.feasible)}"])
-    print("\n".join(describe_search(request, found, args.top)))
+    lines = describe_search(request, found, args.top)
     if args.ds_config and args.model is None:
         own = evaluate(workload_of(load_config(args.ds_config, world_size=request.gpus)), request.gpu)
-        print("\n".join(describe_configured(own)))
-    if not found.feasible:
-        print(f"plan: {describe_enough(request, enough_gpus(request), MOST_GPUS)}", file=sys.stderr)
-        return NOTHING_FITS
-    if args.write is not None:
+        lines += describe_configured(own)
+    if found.feasible and args.write is not None:
         model = planner_model(args.model) if args.model else (base or {})["hybrid"]["model"]
         tree = config_of(found.feasible[args.choice - 1].workload, model, base)
         args.write.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        print(f"\nwrote {args.write}")
+        lines += ["", f"wrote {args.write}"]
+    _print(lines)
+    if not found.feasible:
+        print(f"plan: {describe_enough(request, enough_gpus(request), MOST_GPUS)}", file=sys.stderr)
+        return NOTHING_FITS
     return 0
+
+
+def _print(lines: list[str]) -> None:
+    with readers_choice():
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from hybrid.data import cache
 from hybrid.data.inspection import report
 from hybrid.data.prepare import Counts, TokenizeJob, named_counts, prepare_corpus
 from hybrid.data.sources import plan_units, source_state
+from hybrid.signals import readers_choice
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -39,8 +40,9 @@ def _inspect(argv: Sequence[str]) -> None:
     parser.add_argument("--samples", type=int, default=3, help="documents to show (default: %(default)s)")
     parser.add_argument("--tokenizer", help="to decode with; default is the one stored beside the file")
     arguments = parser.parse_args(argv)
-    for line in report(arguments.prefix, arguments.samples, arguments.tokenizer):
-        print(line)
+    with readers_choice():
+        for line in report(arguments.prefix, arguments.samples, arguments.tokenizer):
+            print(line)
 
 
 def _prepare(argv: Sequence[str]) -> None:

@@ -195,6 +195,7 @@ def test_wrong_settings_are_refused_before_any_work(tmp_path):
 def test_dry_run_prints_the_rank_map():
     code, output = start("python", "launch/pretrain.py", "--ds_config", "llama3_70b_tp8_pp8", "--dry_run")
     assert code == 0 and "vocabulary" in output.lower() and "128256" in output
+    assert "memory planned" in output and "GiB on stage 0" in output
 
 
 @pytest.mark.parametrize("flag", ["--data", "--init_from", "--output_dir", "--resume"])

@@ -86,3 +86,14 @@ def test_wall_times(text: object, seconds: float) -> None:
 def test_wrong_wall_times(text: object) -> None:
     with pytest.raises(ValueError):
         TrainingConfig.model_validate({"max_wall_time": text})
+
+
+@pytest.mark.parametrize("command", ["plan.py --model llama3-8b --gpus 64", "pretrain.py --ds_config z2 --dry_run"])
+def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
+    script, *arguments = command.split()
+    words = [sys.executable, f"launch/{script}", *arguments]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGPIPE

@@ -25,6 +25,7 @@ from hybrid.convert.native import write_native
 from hybrid.convert.sharded import plan_layout, write_sharded
 from hybrid.convert.sources import Checkpoint, open_checkpoint
 from hybrid.convert.verify import compare_checkpoints
+from hybrid.signals import readers_choice
 
 _MOST_WORKERS = 4
 """By default; the disk is busy with fewer."""
@@ -173,7 +174,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     report = inspect_checkpoint(args.directory, checksums=args.checksums)
-    print(report)
+    with readers_choice():
+        print(report)
     return int(bool(report.problems))
 
 

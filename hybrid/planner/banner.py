@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid.config.describe import rank_map
+from hybrid.config.describe import describe, rank_map
 from hybrid.config.model import num_parameters
 from hybrid.config.run import RunConfig
 from hybrid.planner.memory import fullest_stage
@@ -18,7 +18,6 @@ _MAP_ROWS = 16
 def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
     """Model and layout, what each step takes, what it should need, what runs behind what, and the rank map."""
     w = workload_of(run)
-    stage, memory = fullest_stage(w)
     steps = run.hybrid.training.train_steps
     lines = [
         f"{num_parameters(run.model):,} parameters in {run.precision}, {layout_name(w)}, ZeRO {run.zero_stage}, "
@@ -29,17 +28,30 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
         f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
         if steps_done < steps
         else f"step {steps_done} of {steps}: nothing to train",
-        f"memory planned: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
-        f"parameters {memory.parameters / _GIB:.2f} + "
-        f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
-        f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "
-        f"working {max(memory.logits, memory.working) / _GIB:.2f}",
+        memory_planned(w),
         f"overlap: {', '.join(_overlaps(w)) or 'nothing to overlap'}",
     ]
     table = rank_map(run)
     if len(table) <= _MAP_ROWS:
         lines += table
     return lines
+
+
+def memory_planned(w: Workload) -> str:
+    """What the rank that needs most should hold, by part."""
+    stage, memory = fullest_stage(w)
+    return (
+        f"memory planned: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
+        f"parameters {memory.parameters / _GIB:.2f} + "
+        f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
+        f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "
+        f"working {max(memory.logits, memory.working) / _GIB:.2f}"
+    )
+
+
+def dry_run(run: RunConfig) -> str:
+    """What `--dry_run` of training prints: the configuration, who holds what, and the memory it should take."""
+    return f"{describe(run)}\n{memory_planned(workload_of(run))}"
 
 
 def _overlaps(w: Workload) -> list[str]:
