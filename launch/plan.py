@@ -32,7 +32,9 @@ NOTHING_FITS = 1
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="preset, llama-175b, llama-1t, folder with a config.json, or JSON file")
+    parser.add_argument(
+        "--model", help="preset, llama-175b, llama-1t, folder with a config.json, JSON file or hub name"
+    )
     parser.add_argument("--gpus", type=gpu_counts, metavar="N[,N...]", help="GPUs; several give a scaling table")
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(gpu_names())}, or a JSON file (default: h100)")
     parser.add_argument("--seq_length", type=int, help="tokens per sample (default: of --ds_config, or 4096)")

@@ -13,7 +13,7 @@ from hybrid.config.run import RunConfig
 _HELP = {
     "train_steps": "optimizer steps of the whole run",
     "seq_length": "tokens per sample",
-    "model": "preset, folder with a config.json, or JSON file",
+    "model": "preset, folder with a config.json, JSON file or hub name",
     "tokenizer": "folder or name of a Hugging Face tokenizer",
     "output_dir": "folder for metrics, checkpoints and the final model",
     "seed": "of weights, sample order and dropout",

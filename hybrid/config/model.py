@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from hybrid.config.errors import ConfigError, closest, shown
+from hybrid.config.hub import download, is_repository_name
 from hybrid.config.rope import RopeConfig, read_rope
 
 _LOGGER = logging.getLogger(__name__)
@@ -243,10 +244,11 @@ def preset_names() -> list[str]:
 
 
 def read_model_json(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that `source` names: a preset, a folder that holds one, a file, or the content itself.
+    """The config.json that `source` names: a preset, a folder that holds one, a file, a repository of the Hugging Face
+    hub, or the content itself.
 
     Raises:
-        ConfigError: there is no such preset, folder or file, or it is not a JSON object.
+        ConfigError: there is none of these, or it is not a JSON object.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -255,6 +257,8 @@ def read_model_json(source: str | Mapping[str, Any]) -> dict[str, Any]:
         path = PRESETS / f"{source}.json"
     elif path.is_dir():
         path = path / "config.json"
+    elif is_repository_name(source) and not path.parent.exists():
+        path = _of_hub(source)
     try:
         raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -273,8 +277,17 @@ def read_model_json(source: str | Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _of_hub(repository: str) -> Path:
+    def get() -> str:
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(repository, "config.json")
+
+    return download(repository, get, lambda sentence: ConfigError([f"model {repository!r}: {sentence}"]))
+
+
 def load_model_config(source: str | Mapping[str, Any]) -> LlamaConfig:
-    """The model of a preset, a folder with a config.json, a JSON file, or an inline dict.
+    """The model of whatever `read_model_json` takes.
 
     Raises:
         ConfigError: `source` does not exist, or is not a model this package runs exactly.

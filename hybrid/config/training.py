@@ -218,7 +218,8 @@ class HybridConfig(_Section):
     """Operators of RMSNorm and SwiGLU. `auto`: Liger's on a CUDA device where liger-kernel is installed, else torch's.
     Default auto."""
     model: str | dict[str, Any] = "demo"
-    """Preset name, folder with a config.json, JSON file, or the content of a config.json. Default demo."""
+    """Preset name, folder with a config.json, JSON file, name on the Hugging Face hub, or the content of a config.json.
+    Default demo."""
     tokenizer: str | None = None
     """Folder or name of a Hugging Face tokenizer. Default: that of the model folder, or of the demo data."""
     init_from: str | None = None

@@ -263,6 +263,19 @@ def test_unknown_sources_name_the_presets(tmp_path: Path) -> None:
         load_model_config(str(tmp_path))
 
 
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*cannot be reached.*hf download nobody/nothing"):
+        load_model_config("nobody/nothing")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+
+    def cached(repository: str, filename: str) -> str:
+        assert (repository, filename) == ("meta-llama/Llama-2-7b-hf", "config.json")
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", cached)
+    assert load_model_config("meta-llama/Llama-2-7b-hf") == LlamaConfig.from_hf(SMALL)
+
+
 def test_dtype_names() -> None:
     config = LlamaConfig.from_hf(SMALL)
     assert config.to_hf("float32")["dtype"] == config.to_hf("fp32")["torch_dtype"] == "float32"
