@@ -15,12 +15,12 @@ import argparse
 import json
 import logging
 import os
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid.entry import leave
 from hybrid.environment import prepare_process
 from hybrid.launcher import spawn_ranks, this_command
 
@@ -127,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.llama import make_batches, make_engine, reference_model, small_config, train_engine, train_reference
 
-MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 53}
+MODEL = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 53}
 STEPS, SAMPLES, SEQ = 20, 112, 4  # 112 samples are any of 1, 4, 7 microbatches of 1, 2, 4 ranks
 TORCH = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -17,17 +17,22 @@ LAYOUTS = [(1, 2), (2, 2), (4, 1), (1, 4)]
 CASES = [(1, 100), (4, 3000), (7, 10**7)]
 
 
+def model(pp):
+    """No more layers than stages need."""
+    return small_config(**MODEL, num_hidden_layers=max(pp, 2))
+
+
 @functools.cache
-def reference(name):
+def reference(name, pp):
     """Samples of every step, the losses and the final weights."""
     steps = [make_batches(SAMPLES, 1, SEQ, MODEL["vocab_size"], seed=step) for step in range(STEPS)]
-    return steps, *train_reference(reference_model(small_config(**MODEL), 5), steps, *TORCH[name])
+    return steps, *train_reference(reference_model(model(pp), 5), steps, *TORCH[name])
 
 
 def train(name, steps, weights, stage, micro_batches, tp=1, pp=1, **kwargs):
     count = micro_batches * torch.distributed.get_world_size() // (tp * pp)
     engine, grid = make_engine(
-        small_config(**MODEL), tp=tp, pp=pp, stage=stage, micro_batches=micro_batches, batch=SAMPLES // count, seq=SEQ,
+        model(pp), tp=tp, pp=pp, stage=stage, micro_batches=micro_batches, batch=SAMPLES // count, seq=SEQ,
         optimizer=name, options=TORCH[name][1], **kwargs,
     )  # fmt: skip
     return train_engine(engine, grid, steps, micro_batches, weights)
@@ -36,8 +41,8 @@ def train(name, steps, weights, stage, micro_batches, tp=1, pp=1, **kwargs):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"pp{layout[0]}dp{layout[1]}")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_sgd_parameters_and_losses(pool, layout, stage):
-    steps, want, weights = reference("SGD")
     pp, dp = layout
+    steps, want, weights = reference("SGD", pp)
     for micro_batches, bucket_size in CASES:
         for losses, worst in pool.run(
             train, pp * dp, "SGD", steps, weights, stage, micro_batches, pp=pp, bucket_size=bucket_size
@@ -49,6 +54,6 @@ def test_sgd_parameters_and_losses(pool, layout, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("kwargs", [{"pp": 2}, {"tp": 2, "sp": True}], ids=str)
 def test_adamw_losses(pool, kwargs, stage):
-    steps, want, weights = reference("AdamW")
+    steps, want, weights = reference("AdamW", kwargs.get("pp", 1))
     for losses, _ in pool.run(train, 4, "AdamW", steps, weights, stage, 4, **kwargs):
         assert losses == pytest.approx(want, rel=1e-6)
