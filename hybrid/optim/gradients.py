@@ -20,6 +20,8 @@ from torch import nn
 
 from hybrid.grid import Group
 from hybrid.optim.layout import Bucket, BucketLayout, Piece
+from hybrid.optim.products import sum_product, sums_products
+from hybrid.tensor_parallel.params import set_gradient_sink
 
 IN_FLIGHT = 2
 """Buffers of stage 2, one of which fills while the other travels; elsewhere the copies that travel at once."""
@@ -48,10 +50,24 @@ class GradientBuckets(ABC):
         this = weakref.ref(self)
         for index, param in enumerate(params):
             param.register_post_accumulate_grad_hook(partial(_collect, this, index))
+            set_gradient_sink(param, partial(_collect_product, this, index))
 
     def receive(self, index: int) -> None:
         """Take the gradient that a backward left in a parameter, and launch the buckets it completes."""
         self._receive(index)
+        self._count(index)
+
+    def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """As `receive`, of a gradient left @ right that nobody has computed yet; false if it has to be."""
+        view = self._target(index)
+        if view is None or not sums_products(view, left):
+            return False
+        sum_product(view, left, right, first=self._is_first(index))
+        self._mark(index)
+        self._count(index)
+        return True
+
+    def _count(self, index: int) -> None:
         if self._launching:
             self._missing[self._bucket_of[index].index] -= 1
             self._launch_ready()
@@ -90,8 +106,29 @@ class GradientBuckets(ABC):
         """Whether this microbatch's backward launches reductions."""
 
     @abstractmethod
+    def _target(self, index: int) -> torch.Tensor | None:
+        """Where a parameter's gradient is summed, in its shape; None while there is no room for it."""
+
+    @abstractmethod
+    def _is_first(self, index: int) -> bool:
+        """Whether what `_target` holds is of the past, to be written over."""
+
+    @abstractmethod
+    def _mark(self, index: int) -> None:
+        """Note that `_target` holds a gradient."""
+
     def _receive(self, index: int) -> None:
-        """Take the gradient autograd left in the parameter."""
+        """Take the gradient autograd left in the parameter, or leave it there until there is room."""
+        param, view = self._params[index], self._target(index)
+        assert param.grad is not None
+        if view is None:
+            return
+        if self._is_first(index):
+            view.copy_(param.grad)
+        else:
+            view.add_(param.grad)
+        self._mark(index)
+        param.grad = None
 
     @abstractmethod
     def _complete(self, bucket: Bucket) -> torch.Tensor:
@@ -126,6 +163,13 @@ class GradientBuckets(ABC):
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers the gradients pass through on their way there."""
         return 0
+
+
+def _collect_product(
+    buckets: weakref.ref[GradientBuckets], index: int, left: torch.Tensor, right: torch.Tensor
+) -> bool:
+    alive = buckets()
+    return alive is not None and alive.receive_product(index, left, right)
 
 
 def _collect(buckets: weakref.ref[GradientBuckets], index: int, _: torch.Tensor) -> None:

@@ -54,18 +54,19 @@ class MicrobatchGradients(GradientBuckets):
         super().begin_microbatch(last, buckets)
         self._received.clear()
 
-    def _receive(self, index: int) -> None:
+    def _target(self, index: int) -> torch.Tensor | None:
         bucket = self._bucket_of[index]
         # A bucket further ahead would hold a buffer that an earlier one needs to make room: its gradients stay in the
         # parameters until its turn.
-        if bucket.index <= self._next + 1:
-            self._store(index, self._buffer(bucket))
+        if bucket.index > self._next + 1:
+            return None
+        item = self._place_of[index]
+        return self._buffer(bucket)[item.start : item.stop].view(self._params[index].shape)
 
-    def _store(self, index: int, buffer: torch.Tensor) -> None:
-        item, param = self._place_of[index], self._params[index]
-        assert param.grad is not None
-        buffer[item.start : item.stop].view(param.shape).copy_(param.grad)
-        param.grad = None
+    def _is_first(self, index: int) -> bool:
+        return True
+
+    def _mark(self, index: int) -> None:
         self._received.add(index)
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -82,7 +83,7 @@ class MicrobatchGradients(GradientBuckets):
             if item.index in self._received:
                 continue
             if self._params[item.index].grad is not None:
-                self._store(item.index, buffer)
+                self._receive(item.index)
             else:
                 buffer[item.start : item.stop].zero_()
         return buffer[: bucket.numel]

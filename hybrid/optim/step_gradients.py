@@ -52,15 +52,14 @@ class StepGradients(GradientBuckets):
     def _communicates(self, last: bool) -> bool:
         return last
 
-    def _receive(self, index: int) -> None:
-        param, view = self._params[index], self._views[index]
-        assert param.grad is not None
-        if self._touched[index]:
-            view.add_(param.grad)
-        else:
-            view.copy_(param.grad)
-            self._touched[index] = True
-        param.grad = None
+    def _target(self, index: int) -> torch.Tensor:
+        return self._views[index]
+
+    def _is_first(self, index: int) -> bool:
+        return not self._touched[index]
+
+    def _mark(self, index: int) -> None:
+        self._touched[index] = True
 
     def _complete(self, bucket: Bucket) -> torch.Tensor:
         for item in bucket.placements:

@@ -25,7 +25,7 @@ from hybrid.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from hybrid.tensor_parallel.context import TensorParallel
-from hybrid.tensor_parallel.params import ParamSpec, Segment, replicated, set_spec
+from hybrid.tensor_parallel.params import GradientSink, ParamSpec, Segment, gradient_sink, replicated, set_spec
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -36,8 +36,15 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def weight_gradient(grad_output: Tensor, inputs: Tensor) -> Tensor:
-    """dA = dY^T X over all tokens, in the weight's dtype: the only place where a weight gradient is made."""
+    """dA = dY^T X over all tokens, in the weight's dtype."""
     return _rows(grad_output).t() @ _rows(inputs)
+
+
+def _deliver_weight_gradient(grad_output: Tensor, inputs: Tensor, sink: GradientSink | None) -> Tensor | None:
+    """`weight_gradient` for autograd, or None where the weight's sink has taken it."""
+    if sink is not None and sink(_rows(grad_output).t(), _rows(inputs)):
+        return None
+    return weight_gradient(grad_output, inputs)
 
 
 class _ColumnParallel(Function):
@@ -51,7 +58,7 @@ class _ColumnParallel(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
+        ctx.tp, ctx.sink = tp, gradient_sink(weight)
         # A frozen weight needs no input, so that none is kept.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         full = all_gather(x, tp.group) if tp.sequence_sharded else x
@@ -69,7 +76,7 @@ class _ColumnParallel(Function):
         full_x = gathered.wait() if gathered is not None else None
         start = start_reduce_scatter if tp.sequence_sharded else start_all_reduce
         reduction = start(partial, tp.group) if partial is not None else None
-        grad_weight = weight_gradient(grad, full_x) if full_x is not None else None
+        grad_weight = _deliver_weight_gradient(grad, full_x, ctx.sink) if full_x is not None else None
         grad_bias = _rows(grad).sum(0) if need_bias else None
         return reduction.wait() if reduction is not None else None, grad_weight, grad_bias, None
 
@@ -101,7 +108,7 @@ class _RowParallel(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
+        ctx.tp, ctx.sink = tp, gradient_sink(weight)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         partial = F.linear(x, weight)
         output = reduce_scatter(partial, tp.group) if tp.sequence_sharded else all_reduce(partial, tp.group)
@@ -120,7 +127,7 @@ class _RowParallel(Function):
             grad_input = grad @ weight
         elif tp.sequence_sharded and need_weight:
             grad = all_gather(grad, tp.group)
-        grad_weight = weight_gradient(grad, x) if need_weight else None
+        grad_weight = _deliver_weight_gradient(grad, x, ctx.sink) if need_weight else None
         return grad_input, grad_weight, grad_bias, None
 
 

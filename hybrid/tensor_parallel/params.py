@@ -6,7 +6,7 @@ the mapping from here and do slicing only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,11 @@ from torch import nn
 from hybrid.config.parallel import Shard
 
 _ATTRIBUTE = "_hybrid_spec"
+_SINK = "_hybrid_gradient_sink"
+
+GradientSink = Callable[[torch.Tensor, torch.Tensor], bool]
+"""Takes a gradient as the two factors of a matrix product, to sum it where it belongs; false, and nothing done, if it
+cannot."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ def param_spec(param: torch.Tensor) -> ParamSpec:
     spec = getattr(param, _ATTRIBUTE, None)
     assert isinstance(spec, ParamSpec), "every parameter of the model is made with a ParamSpec"
     return spec
+
+
+def set_gradient_sink(param: nn.Parameter, sink: GradientSink) -> None:
+    """Say where the gradient of a weight goes if a layer has it as a product; autograd then gets none."""
+    setattr(param, _SINK, sink)
+
+
+def gradient_sink(param: torch.Tensor) -> GradientSink | None:
+    """What `set_gradient_sink` said."""
+    sink: GradientSink | None = getattr(param, _SINK, None)
+    return sink
 
 
 def replicated(hf_name: str, shape: Sequence[int], tp_rank: int, tp_size: int) -> Segment:
