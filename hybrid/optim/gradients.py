@@ -53,9 +53,13 @@ class GradientBuckets(ABC):
             set_gradient_sink(param, partial(_collect_product, this, index))
 
     def receive(self, index: int) -> None:
-        """Take the gradient that a backward left in a parameter, and launch the buckets it completes."""
-        self._receive(index)
-        self._count(index)
+        """Take the gradient that a backward left in a parameter, and launch the buckets it completes.
+
+        Nothing is left of one that went to `receive_product`.
+        """
+        if self._params[index].grad is not None:
+            self._receive(index)
+            self._arrived(index)
 
     def receive_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> bool:
         """As `receive`, of a gradient left @ right that nobody has computed yet; false if it has to be."""
@@ -64,10 +68,11 @@ class GradientBuckets(ABC):
             return False
         sum_product(view, left, right, first=self._is_first(index))
         self._mark(index)
-        self._count(index)
+        self._arrived(index)
         return True
 
-    def _count(self, index: int) -> None:
+    def _arrived(self, index: int) -> None:
+        """Launch the buckets that a gradient completes."""
         if self._launching:
             self._missing[self._bucket_of[index].index] -= 1
             self._launch_ready()

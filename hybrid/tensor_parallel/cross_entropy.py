@@ -18,7 +18,6 @@ from hybrid.tensor_parallel.chunks import default_chunk_tokens
 from hybrid.tensor_parallel.collectives import all_gather, all_reduce, all_reduce_max, reduce_scatter
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.embedding import vocab_shard
-from hybrid.tensor_parallel.linear import weight_gradient
 
 IGNORE_INDEX = -100
 """Label of a position that is not supervised, as everywhere in torch and Hugging Face."""
@@ -125,12 +124,13 @@ class _ChunkedLoss:
             torch.mm(grad_logits, self.weight, out=self.grad_hidden[part])
         if not self._need_weight:
             return
+        left, right = grad_logits.t(), self.hidden[part]
         if self.grad_weight is None:
-            self.grad_weight = weight_gradient(grad_logits, self.hidden[part]).float()
-        elif grad_logits.dtype == self.grad_weight.dtype:
-            self.grad_weight.addmm_(grad_logits.t(), self.hidden[part])
+            self.grad_weight = (left @ right).float()
+        elif left.dtype == self.grad_weight.dtype:
+            self.grad_weight.addmm_(left, right)
         else:
-            self.grad_weight += weight_gradient(grad_logits, self.hidden[part])
+            self.grad_weight += left @ right
 
 
 def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,16 +35,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def weight_gradient(grad_output: Tensor, inputs: Tensor) -> Tensor:
-    """dA = dY^T X over all tokens, in the weight's dtype."""
-    return _rows(grad_output).t() @ _rows(inputs)
-
-
-def _deliver_weight_gradient(grad_output: Tensor, inputs: Tensor, sink: GradientSink | None) -> Tensor | None:
-    """`weight_gradient` for autograd, or None where the weight's sink has taken it."""
-    if sink is not None and sink(_rows(grad_output).t(), _rows(inputs)):
-        return None
-    return weight_gradient(grad_output, inputs)
+def weight_gradient(grad_output: Tensor, inputs: Tensor, sink: GradientSink | None = None) -> Tensor | None:
+    """dA = dY^T X over all tokens, in the weight's dtype; None where the weight's sink has taken it."""
+    left, right = _rows(grad_output).t(), _rows(inputs)
+    return None if sink is not None and sink(left, right) else left @ right
 
 
 class _ColumnParallel(Function):
@@ -76,7 +70,7 @@ class _ColumnParallel(Function):
         full_x = gathered.wait() if gathered is not None else None
         start = start_reduce_scatter if tp.sequence_sharded else start_all_reduce
         reduction = start(partial, tp.group) if partial is not None else None
-        grad_weight = _deliver_weight_gradient(grad, full_x, ctx.sink) if full_x is not None else None
+        grad_weight = weight_gradient(grad, full_x, ctx.sink) if full_x is not None else None
         grad_bias = _rows(grad).sum(0) if need_bias else None
         return reduction.wait() if reduction is not None else None, grad_weight, grad_bias, None
 
@@ -127,7 +121,7 @@ class _RowParallel(Function):
             grad_input = grad @ weight
         elif tp.sequence_sharded and need_weight:
             grad = all_gather(grad, tp.group)
-        grad_weight = _deliver_weight_gradient(grad, x, ctx.sink) if need_weight else None
+        grad_weight = weight_gradient(grad, x, ctx.sink) if need_weight else None
         return grad_input, grad_weight, grad_bias, None
 
 

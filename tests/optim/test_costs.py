@@ -110,7 +110,7 @@ def events(stage, micro_batches, changes):
     engine, grid = make_engine(config, stage=stage, micro_batches=micro_batches, bucket_size=BUCKET)
     optimizer, log = engine.optimizer, []
     gradients, parameters = optimizer.gradients, optimizer.parameters
-    receive, reduce, gather, wait = gradients._receive, gradients._reduce, parameters.gather, parameters.wait
+    arrived, reduce, gather, wait = gradients._arrived, gradients._reduce, parameters.gather, parameters.wait
 
     def logged_reduce(bucket, flat):
         log.append(("reduce", bucket.index, bucket.numel))
@@ -121,7 +121,7 @@ def events(stage, micro_batches, changes):
         log.append(("wait", [b for b in buckets if b in parameters._pending]))
         wait(buckets)
 
-    gradients._receive = lambda index: (log.append(("gradient", index)), receive(index))
+    gradients._arrived = lambda index: (log.append(("gradient", index)), arrived(index))
     gradients._reduce = logged_reduce
     parameters.wait = logged_wait
     parameters.gather = lambda: (gather(), log.append(("gathering", list(parameters._pending))))
