@@ -69,6 +69,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
         code = 1
     atexit._run_exitfuncs()  # of trackers, which send what they hold
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # of a process started without it
+            stream.flush()
     os._exit(code)

@@ -70,7 +70,8 @@ def readers_choice() -> Iterator[None]:
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # of a process started without one
+            sys.stdout.flush()
     finally:
         signal.signal(signal.SIGPIPE, before)
 

@@ -19,7 +19,7 @@ _MAY_DIFFER = {
     "max_position_embeddings",
     "pad_token_id",
 }
-"""Fields of a model that may change in the course of a run."""
+"""Fields of a model that may change in the course of a run, the longest sequence unless RoPE is computed with it."""
 
 _NOT_DATA = {"cache_dir"}
 """Fields of `hybrid.data` that do not decide which samples there are."""
@@ -36,6 +36,11 @@ def check_compatible(progress: Progress, run: RunConfig, data_fingerprint: str, 
         f"hybrid.model.{field} is {shown(theirs)} in the checkpoint, {shown(ours)} in this run: take the checkpoint's "
         "model, or start a run of its own (another --output_dir, or --resume none)"
         for field, theirs, ours in _model_differences(LlamaConfig.from_hf(section["model"]), run.model)
+    ]
+    problems += [
+        f"{key} is {shown(theirs)} in the checkpoint, {shown(ours)} in this run, which is another model: take the "
+        "checkpoint's adapters, or start from its weights with --init_from and --resume none, which merges them"
+        for key, theirs, ours in _lora_differences(section.get("lora"), run.to_dict()["hybrid"]["lora"])
     ]
     theirs = progress.config["optimizer"]["type"]
     if _family(theirs) != _family(run.optimizer_type):
@@ -61,9 +66,25 @@ def check_compatible(progress: Progress, run: RunConfig, data_fingerprint: str, 
 
 def _model_differences(theirs: LlamaConfig, ours: LlamaConfig) -> Iterator[tuple[str, Any, Any]]:
     one, other = _flat(theirs.model_dump()), _flat(ours.model_dump())
+    fixed = {"max_position_embeddings"} if ours.rope.reads_max_positions else set()
     for field in one:
-        if field not in _MAY_DIFFER and one[field] != other[field]:
+        if field not in _MAY_DIFFER - fixed and one[field] != other[field]:
             yield field, one[field], other[field]
+
+
+def _lora_differences(
+    theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Any, Any]]:
+    """What adapters compute with; the states of a run with and of one without are those of other parameters."""
+    if theirs is None or ours is None:
+        if theirs is not ours:
+            yield "hybrid.lora", theirs, ours
+        return
+    for field in ("r", "alpha"):
+        if theirs[field] != ours[field]:
+            yield f"hybrid.lora.{field}", theirs[field], ours[field]
+    if set(theirs["targets"]) != set(ours["targets"]):
+        yield "hybrid.lora.targets", theirs["targets"], ours["targets"]
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

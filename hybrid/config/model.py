@@ -263,10 +263,10 @@ def read_model_json(source: str | Mapping[str, Any]) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         near = closest(source, preset_names())
-        hint = f"did you mean {near}? " if near else ""
+        hint = f": did you mean {near}?" if near else ""
         raise ConfigError(
             [
-                f"model {source!r} is neither a preset nor a folder or file that holds a config.json: {hint}"
+                f"model {source!r} is neither a preset nor a folder or file that holds a config.json{hint} "
                 f"(presets: {', '.join(preset_names())})"
             ]
         ) from None

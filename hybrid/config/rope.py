@@ -78,6 +78,12 @@ class RopeConfig(BaseModel):
             found.append(f"RoPE high_freq_factor {high} must be greater than low_freq_factor {low}")
         return found
 
+    @property
+    def reads_max_positions(self) -> bool:
+        """Whether the frequencies follow from the model's max_position_embeddings too."""
+        stretched = self.rope_type in ("yarn", "llama3") and self.original_max_position_embeddings is None
+        return self.rope_type == "dynamic" or stretched
+
     def max_positions(self, max_position_embeddings: int) -> float:
         """The longest sequence the settings are meant for."""
         if self.rope_type in ("linear", "dynamic"):

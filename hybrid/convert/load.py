@@ -109,7 +109,8 @@ def _tell(checkpoint: Checkpoint, config: LlamaConfig, ignored: list[str]) -> No
     if not (checkpoint.path / "config.json").exists():
         return
     theirs, ours = checkpoint.config().model_dump(), config.model_dump()
-    for field in sorted(ours.keys() - _NOT_COMPUTED_WITH):
+    computed = {"max_position_embeddings"} if config.rope.reads_max_positions else set()
+    for field in sorted(ours.keys() - (_NOT_COMPUTED_WITH - computed)):
         if theirs[field] != ours[field]:
             _LOGGER.warning(
                 "%s was made with %s %s, this run computes with %s", checkpoint.path, field, theirs[field], ours[field]

@@ -75,6 +75,7 @@ class _Decoder:
         self._module, self._grid = module, grid
         self._like = next(module.parameters())
         self._tables = rope_tables(module.config, length, self._like.device)
+        self._dynamic = module.config.rope.rope_type == "dynamic"
         longest = max(map(len, prompts))
         # On the left, so that the last token of every prompt is in the last column.
         self._padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=self._like.device)
@@ -103,11 +104,19 @@ class _Decoder:
         columns = torch.arange(start + ids.size(1), device=ids.device)
         queries = columns[start:]
         positions = (queries.unsqueeze(0) - self._padding.unsqueeze(1)).clamp(min=0)  # [b, s]
-        rope = rope_at(self._tables, positions.t())
+        rope = rope_at(self._tables_of(columns.numel()), positions.t())
         seen = (columns >= self._padding.unsqueeze(1)).unsqueeze(1) & (columns <= queries.unsqueeze(1))
         # Padding sees itself: a softmax over nothing is not a number, and would spread.
         seen = seen | (columns == queries.unsqueeze(1))
         return _Step(ids, rope, seen.unsqueeze(1))
+
+    def _tables_of(self, tokens: int) -> Rope:
+        """RoPE tables for a pass that makes the longest sequence so long.
+
+        As in transformers, dynamic frequencies are those of the tokens so far, and earlier keys keep the ones they
+        were rotated with: what is still to come changes nothing.
+        """
+        return rope_tables(self._module.config, tokens, self._like.device) if self._dynamic else self._tables
 
     def _next(self, step: _Step, sampling: Sampling, generator: torch.Generator) -> Tensor:
         """The chosen tokens [b], on every rank of the pipeline."""

@@ -182,9 +182,15 @@ def test_adapters_go_on_from_a_checkpoint_of_another_layout(
     for (loss, norm, tokens), (want_loss, want_norm, want_tokens) in zip(steps, expected["steps"], strict=True):
         assert tokens == want_tokens
         assert loss == pytest.approx(want_loss, rel=1e-4) and norm == pytest.approx(want_norm, rel=1e-3)
-    other = tree(tmp_path / "parts", model, chats, layout={}, lora={**LORA, "r": 2}, train_steps=6)
-    with pytest.raises(ValueError, match="lora_A.weight has shape"):
-        pool.run(finetune, 1, other)
+    for lora, message in (
+        ({**LORA, "r": 2}, "lora.r is 4 in the checkpoint, 2 in this run"),
+        ({**LORA, "alpha": 4.0}, "lora.alpha is 8.0 in the checkpoint, 4.0 in this run"),
+        ({**LORA, "targets": ["q_proj"]}, "lora.targets is .* in the checkpoint"),
+        (None, "hybrid.lora is .* in the checkpoint, null in this run"),
+    ):
+        other = tree(tmp_path / "parts", model, chats, layout={}, lora=lora, train_steps=6)
+        with pytest.raises(ValueError, match=message):
+            pool.run(finetune, 1, other)
 
 
 def test_rows_for_new_tokens_are_the_mean(pool: WorkerPool, tmp_path: Path, chats: Path) -> None:

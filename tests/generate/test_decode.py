@@ -59,6 +59,14 @@ def test_greedy_is_transformers(pool: Any, world: int, layout: Any, tied: bool) 
         assert len(losses) == 1
 
 
+def test_dynamic_frequencies_are_those_of_the_tokens_so_far(pool: Any) -> None:
+    config = small_config(max_position_embeddings=8, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    expected = reference(config)
+    assert all(len(prompt) < 8 < len(prompt) + NEW for prompt in PROMPTS), "they outgrow the model"
+    for _, alone, _ in pool.run(complete, 2, config, {"pp": 2}, frozenset(), Sampling()):
+        assert alone == expected
+
+
 @pytest.mark.parametrize(("world", "layout"), [LAYOUTS[0], LAYOUTS[4]], ids=str)
 def test_sampling_depends_on_the_seed_alone(pool: Any, world: int, layout: Any) -> None:
     config = small_config()
