@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -62,3 +63,13 @@ def segment_positions(segments: Tensor) -> Tensor:
 def segment_rope(tables: Rope, segments: Tensor) -> Rope:
     """The tables at each token's position in its document."""
     return rope_at(tables, segment_positions(segments).t())
+
+
+def document_rope(tables_of: Callable[[int], Rope], documents: Documents) -> Rope:
+    """As `segment_rope`, where the tables depend on the length of the document: twice [s, b, 1, d]."""
+    tables = {length: tables_of(length) for row in documents.lengths for length in row}
+    cos, sin = (
+        torch.cat([torch.cat([tables[length][part] for length in row]) for row in documents.lengths], dim=1)
+        for part in (0, 1)
+    )
+    return cos, sin

@@ -19,7 +19,7 @@ from hybrid.model.block import TransformerBlock
 from hybrid.model.init import init_parameters
 from hybrid.model.kernels import TORCH, Kernels
 from hybrid.model.norm import RMSNorm
-from hybrid.model.packing import Documents, segment_rope
+from hybrid.model.packing import Documents, document_rope, segment_rope
 from hybrid.model.rope import Rope, rope_tables
 from hybrid.pipeline.layers import HeadOutput, HeadPipe, tied_head
 from hybrid.tensor_parallel.context import TensorParallel
@@ -156,8 +156,11 @@ class LlamaPipeline(PipelineModule):
     def _positions(self, x: torch.Tensor, segments: torch.Tensor | None) -> tuple[Rope, Documents | None]:
         """RoPE tables, and the documents where there are several in a row."""
         if segments is not None:
-            rope = segment_rope(self._rope(segments.size(1), x.device), segments)
             documents = Documents.of(segments)
+            if self.config.rope.rope_type == "dynamic":  # its frequencies are those of a document's own length
+                rope = document_rope(lambda length: rope_tables(self.config, length, x.device), documents)
+            else:
+                rope = segment_rope(self._rope(segments.size(1), x.device), segments)
             return rope, documents if documents.several else None
         if not x.is_floating_point():
             return self._rope(x.size(1), x.device), None

@@ -28,7 +28,7 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
         f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
         if steps_done < steps
         else f"step {steps_done} of {steps}: nothing to train",
-        memory_planned(w),
+        memory_planned(run, w),
         f"overlap: {', '.join(_overlaps(w)) or 'nothing to overlap'}",
     ]
     table = rank_map(run)
@@ -37,11 +37,12 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
     return lines
 
 
-def memory_planned(w: Workload) -> str:
-    """What the rank that needs most should hold, by part."""
+def memory_planned(run: RunConfig, w: Workload) -> str:
+    """What the rank that needs most should hold, by part; of adapters no more is known than that it is less."""
     stage, memory = fullest_stage(w)
+    label = "memory planned" if run.hybrid.lora is None else "memory, if all weights were trained and not adapters"
     return (
-        f"memory planned: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
+        f"{label}: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
         f"parameters {memory.parameters / _GIB:.2f} + "
         f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
         f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "
@@ -51,7 +52,7 @@ def memory_planned(w: Workload) -> str:
 
 def dry_run(run: RunConfig) -> str:
     """What `--dry_run` of training prints: the configuration, who holds what, and the memory it should take."""
-    return f"{describe(run)}\n{memory_planned(workload_of(run))}"
+    return f"{describe(run)}\n{memory_planned(run, workload_of(run))}"
 
 
 def _overlaps(w: Workload) -> list[str]:

@@ -32,8 +32,8 @@ def packed(a_seed, b_seed=1, supervise_a=False):
     return tokens, labels, positions, segments
 
 
-def evaluate(layout, batches):
-    engine, _ = make_engine(small_config(), batch=1, seq=SEQ, **layout)
+def evaluate(layout, batches, **changes):
+    engine, _ = make_engine(small_config(**changes), batch=1, seq=SEQ, **layout)
     return [engine.evaluate(iter([batch]), 1) for batch in batches]
 
 
@@ -48,6 +48,19 @@ def test_the_neighbour_does_not_matter(pool, world, layout):
     for first, second in pool.run(evaluate, world, layout, [packed(2), packed(3)]):
         assert first == second
         assert first[0] == pytest.approx(alone, abs=1e-5) and first[1] == B
+
+
+def test_dynamic_frequencies_are_those_of_each_document(pool):
+    """A row longer than the model was made for, a document that is not, and one that is."""
+    changes = {"max_position_embeddings": 6, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    total = 0.0
+    for seed, length in ((2, A), (1, B)):
+        ids = documents(seed)[:, : length + 1]
+        model = reference_model(small_config(**changes), 5)  # afresh: it keeps the frequencies of the longest so far
+        with torch.no_grad():
+            total += torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum").item()
+    for results in pool.run(evaluate, 2, {"tp": 2, "sp": True}, [packed(2, supervise_a=True)], **changes):
+        assert results == [(pytest.approx(total / SEQ, rel=1e-6), SEQ)]
 
 
 def train(layout, batch):
