@@ -19,7 +19,7 @@ class RecomputeConfig(_Section):
     granularity: Literal["none", "selective", "full"] = "none"
     """`selective`: the cheap, large intermediates of a layer; `full`: all but its input. Default none."""
     num_layers: int | None = Field(default=None, ge=1)
-    """The first so many decoder layers of each stage recompute. Default: all of them."""
+    """The first so many decoder layers of each pipeline rank recompute. Default: all of them."""
 
 
 class DataConfig(_Section):
