@@ -97,3 +97,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == -signal.SIGPIPE
+
+
+def test_a_process_without_output_ends_well() -> None:
+    words = [sys.executable, "launch/pretrain.py", "--ds_config", "z2", "--dry_run"]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    process = subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Ranks that were started with different arguments do what rank 0 was told."""
+"""What a run goes on from: rank 0 decides, and the model must compute what it did."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+from support.llama import small_config
 from support.pool import WorkerPool
 from support.runs import make_trainer, run, tree, write_tokens
+
+from hybrid.checkpoint.compatible import _model_differences
 
 
 def train_as(configs: list[dict[str, Any]]) -> tuple[str, int]:
@@ -28,3 +32,21 @@ def test_rank_zero_decides_where_the_run_lives_and_what_it_goes_on_from(pool: Wo
     ]
     assert pool.run(train_as, 2, configs) == [(str(tmp_path / "run"), 3)] * 2
     assert not (tmp_path / "run-12:00:01").exists()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "differs"),
+    [
+        (None, False),
+        ({"rope_type": "linear", "factor": 2.0}, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        ({"rope_type": "yarn", "factor": 2.0}, True),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, False),
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_may_change_unless_rope_is_computed_with_it(
+    scaling: dict[str, Any] | None, differs: bool
+) -> None:
+    one, other = (small_config(max_position_embeddings=n, rope_scaling=scaling) for n in (64, 128))
+    assert list(_model_differences(one, other)) == ([("max_position_embeddings", 64, 128)] if differs else [])
