@@ -80,9 +80,8 @@ class RopeConfig(BaseModel):
 
     @property
     def reads_max_positions(self) -> bool:
-        """Whether the frequencies follow from the model's max_position_embeddings too."""
-        stretched = self.rope_type in ("yarn", "llama3") and self.original_max_position_embeddings is None
-        return self.rope_type == "dynamic" or stretched
+        """Whether the frequencies follow from the model's max_position_embeddings."""
+        return self.rope_type == "dynamic"  # yarn and llama3 have the original one, which is filled in from it
 
     def max_positions(self, max_position_embeddings: int) -> float:
         """The longest sequence the settings are meant for."""
