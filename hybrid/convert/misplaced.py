@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hybrid.convert.errors import CheckpointError
@@ -15,7 +16,7 @@ def check_place(path: Path) -> None:
     """Raises:
     CheckpointError: the folder is a run's or an adapter's; names the folder with the weights.
     """
-    if any((path / name).is_file() for name in ("config.json", "manifest.json")):
+    if (path / "manifest.json").is_file() or _is_a_models(path / "config.json"):
         return
     if (path / _ADAPTER).is_file():
         raise CheckpointError([f"it is a PEFT adapter, without the model it belongs to: {_merged(path)}"], str(path))
@@ -29,6 +30,17 @@ def check_place(path: Path) -> None:
     what = "it is the folder of a run's checkpoints" if path.name == _CHECKPOINTS else "it is the folder of a run"
     remedy = f"name {' or '.join(map(str, choices))}" if choices else "it has no model and no complete checkpoint yet"
     raise CheckpointError([f"{what}, not of a checkpoint: {remedy}"], str(path))
+
+
+def _is_a_models(config: Path) -> bool:
+    """Whether it is there and describes a model: a run's own config.json is its resolved configuration."""
+    try:
+        content = json.loads(config.read_bytes())
+    except OSError:
+        return False
+    except ValueError:
+        return True  # whoever reads it as a model's says what is wrong with it
+    return not (isinstance(content, dict) and "hybrid" in content)
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from hybrid.convert.sources import open_checkpoint
 def test_the_folder_of_a_run(tmp_path, capsys):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
+    (run / "config.json").write_text('{"train_batch_size": 4, "hybrid": {"model": "demo"}}')  # as every run has
     with pytest.raises(ConfigError, match="folder of a run, not of a checkpoint: it has no model and no complete"):
         open_checkpoint(run)
     for step in (2, 10, 12):

@@ -58,7 +58,7 @@ def tree(folder: Path, tokens: str, layout: Layout, **changes: Any) -> dict[str,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
     }
     for key, value in changes.items():
-        if key in ("sequence_parallel", "pipeline_schedule", "pipeline_chunks"):
+        if key in ("sequence_parallel", "pipeline_schedule", "pipeline_chunks", "lora"):
             hybrid[key] = value
         elif key in ("source", "seq_length", "eval_fraction"):
             data[key] = value
