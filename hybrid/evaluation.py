@@ -119,6 +119,7 @@ def _evaluate(run: RunConfig, request: Request, prepared: _Prepared) -> dict[str
         loss, tokens = evaluate_loss(module, grid, loader)
         results |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
     if tokenizer is not None:
+        warn_of_length(run, prepared.prompts, request.max_new_tokens)
         completions = generate(
             module,
             grid,
@@ -203,6 +204,17 @@ def _encode_prompts(prompts: Sequence[str], tokenizer: ChatTokenizer) -> list[li
                 "leave it out or give it text"
             )
     return encoded
+
+
+def warn_of_length(run: RunConfig, prompts: Sequence[Sequence[int]], new: int) -> None:
+    """Say that a completion may pass the positions the model is made for; no error, since it may end before."""
+    longest, limit = max(map(len, prompts)), run.model.rope.max_positions(run.model.max_position_embeddings)
+    if longest + new > limit:
+        logger.warning(
+            "a prompt of %d tokens and --max_new_tokens %d are more than the %d positions the model is made for: "
+            "expect nothing of what lies beyond, or lower --max_new_tokens",
+            longest, new, limit,
+        )  # fmt: skip
 
 
 def _stop_ids(run: RunConfig, tokenizer: ChatTokenizer) -> frozenset[int]:

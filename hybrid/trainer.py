@@ -16,7 +16,7 @@ from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only
 from hybrid.build import build_engine
 from hybrid.checkpoint.checkpointer import Checkpointer
 from hybrid.checkpoint.compatible import check_compatible
-from hybrid.checkpoint.final import BestModel, export_trained
+from hybrid.checkpoint.final import BestModel, export_trained, stopping
 from hybrid.checkpoint.progress import progress_of
 from hybrid.checkpoint.restore import find_checkpoint, restore
 from hybrid.config.errors import ConfigError
@@ -78,7 +78,8 @@ class Trainer:
         rank_zero_only(self._make_output)
         self.engine = build_engine(_without_init(run) if found else run, self.grid, device)
         tokenizer = self.data.tokenizer
-        self.checkpointer = Checkpointer(run, self.grid, tokenizer.save if tokenizer else None)
+        exported = stopping(run.model, self.data.end_ids)
+        self.checkpointer = Checkpointer(run, self.grid, tokenizer.save if tokenizer else None, exported)
         # Counted here: a stage without a loader has to agree on the size of the next step too.
         self._samples_consumed = 0
         if found is not None:

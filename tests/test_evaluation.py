@@ -16,7 +16,7 @@ from support.runs import tree, write_tokens
 
 from hybrid.config.resolve import resolve_config
 from hybrid.data.indexed import IndexedDataset
-from hybrid.evaluation import Request, evaluate, reads_conversations
+from hybrid.evaluation import Request, evaluate, reads_conversations, warn_of_length
 from hybrid.trainer import no_evaluation
 
 
@@ -50,6 +50,14 @@ def test_a_prompt_without_tokens_is_refused(pool: WorkerPool, tmp_path: Path) ->
     config["hybrid"] |= {"tokenizer": "demo", "model": "demo", "finetune": {"chat_template": "none"}}
     with pytest.raises(ValueError, match="--prompt: text 1 is '', which has no token"):
         pool.run(completions_of, 1, config, ("", "the cat"))
+
+
+def test_completions_beyond_the_models_positions(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    run = resolve_config(tree(tmp_path, "demo", (1, 1, 1, 1), model={"max_position_embeddings": 32}), 1)
+    warn_of_length(run, [[5] * 3, [5] * 12], 20)
+    assert not caplog.text
+    warn_of_length(run, [[5] * 3, [5] * 12], 21)
+    assert "a prompt of 12 tokens and --max_new_tokens 21 are more than the 32 positions" in caplog.text
 
 
 def test_evaluation_that_cannot_be_is_told(tmp_path: Path) -> None:

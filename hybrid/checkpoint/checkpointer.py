@@ -15,6 +15,7 @@ from hybrid.checkpoint.parts import saved_parts
 from hybrid.checkpoint.progress import Progress
 from hybrid.checkpoint.rng import rng_state
 from hybrid.checkpoint.writer import BackgroundWriter, Job, Retention
+from hybrid.config.model import LlamaConfig
 from hybrid.config.run import RunConfig
 from hybrid.convert.errors import CheckpointError
 from hybrid.convert.files import write_json
@@ -32,10 +33,20 @@ SaveTokenizer = Callable[[Path], object]
 class Checkpointer:
     """The checkpoints of one run; every rank makes one. Most methods are collective calls."""
 
-    def __init__(self, run: RunConfig, grid: Grid, save_tokenizer: SaveTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        grid: Grid,
+        save_tokenizer: SaveTokenizer | None = None,
+        model: LlamaConfig | None = None,
+    ) -> None:
+        """Args:
+        model: as whoever converts a checkpoint gets it, which may stop at other tokens than the run's own.
+        """
         self.root = Path(run.hybrid.training.output_dir) / directory.FOLDER
         self._run, self._grid, self._settings = run, grid, run.hybrid.checkpoint
         self._save_tokenizer = save_tokenizer
+        self._model = model or run.model
         retention = Retention(keep_last=self._settings.keep_last, keep_every=self._settings.keep_every)
         self._writer = BackgroundWriter(self.root, grid.rank, grid.world_size, retention)
         self._name = f"model-pp{grid.pipe_rank:02d}-tp{grid.tensor_rank:02d}-dp{grid.data_rank:02d}"
@@ -93,12 +104,12 @@ class Checkpointer:
                 tensor_model_parallel_size=self._run.parallel.tensor_model_parallel_size,
                 layers_per_stage=self._run.layers_per_rank,
             )
-            job.manifest = make_manifest(self._run.model, layout, dtype, SHARDED, {})
+            job.manifest = make_manifest(self._model, layout, dtype, SHARDED, {})
             job.beside = lambda staging: self._write_beside(staging, progress, dtype)
 
     def _write_beside(self, staging: Path, progress: Progress, dtype: str) -> None:
         (staging / TRAINING_FILE).write_text(progress.to_json(), encoding="utf-8")
-        write_json(staging / "config.json", self._run.model.to_hf(dtype))
+        write_json(staging / "config.json", self._model.to_hf(dtype))
         if self._save_tokenizer is not None:
             self._save_tokenizer(staging)
 

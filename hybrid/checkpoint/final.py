@@ -37,7 +37,7 @@ def export_trained(
     """
     engine.optimizer.wait_parameters()
     save_tokenizer = data.tokenizer.save if data.tokenizer is not None else None
-    lora, module, model = run.hybrid.lora, engine.module, _stopping(run.model, data.end_ids)
+    lora, module, model = run.hybrid.lora, engine.module, stopping(run.model, data.end_ids)
     if lora is not None:
         adapter = directory if best else directory.with_name(ADAPTER)
         base = run.hybrid.init_from
@@ -57,8 +57,12 @@ def _say(directory: Path) -> None:
         logger.info("saved %s", directory)
 
 
-def _stopping(model: LlamaConfig, end_ids: tuple[int, ...]) -> LlamaConfig:
-    """The model, which generation has to stop at the ends of turns it has learnt, besides its own end tokens."""
+def stopping(model: LlamaConfig, end_ids: tuple[int, ...]) -> LlamaConfig:
+    """The model, which generation has to stop at the ends of turns it has learnt, besides its own end tokens.
+
+    Args:
+        end_ids: as `DataModule.end_ids`.
+    """
     own = model.eos_token_id
     known = own if isinstance(own, list) else [] if own is None else [own]
     ends = list(dict.fromkeys([*end_ids, *known]))

@@ -56,6 +56,8 @@ def trained(request: Any, pool: WorkerPool, tmp_path_factory: pytest.TempPathFac
     weights = load_file(model / "model.safetensors")
     weights["model.layers.0.self_attn.q_proj.weight"][0] = -0.0  # stays negative without an adapter
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))  # the chats' end token is 1
     lora = {"r": R, "alpha": ALPHA, "targets": targets}
     config = tree(folder / "run", model, chats, layout=layout, lora=lora, train_steps=3)
     pool.run(finetune, world, {**config, "bf16": {"enabled": precision == "bf16"}})
@@ -75,6 +77,8 @@ def test_the_merged_model_is_the_runs_own(trained: Trained, tmp_path: Path, caps
     run, checkpoint, precision = trained
     own = read_folder(run / "model")
     assert_same(converted("to-hf", "--checkpoint", checkpoint, "--output", tmp_path / "hf"), own)
+    exported, from_checkpoint = (json.loads((d / "config.json").read_text()) for d in (run / "model", tmp_path / "hf"))
+    assert exported == from_checkpoint and exported["eos_token_id"] == [1, 2]
     assert "the adapters of the training checkpoint are merged" in capsys.readouterr().out
     assert main(["verify", "--hf", str(run / "model"), "--checkpoint", str(checkpoint), "--logits"]) == 0
     assert "bitwise the same" in capsys.readouterr().out
