@@ -176,7 +176,7 @@ def refusal(config: dict[str, Any]) -> str:
         ({"seed": 4}, ["hybrid.training.seed is 3 in the checkpoint, 4 in this run"]),
         ({"seq_length": 16}, ["hybrid.data.seq_length is 8 in the checkpoint, 16 in this run"]),
         ({"source": "other"}, ["hybrid.data.source is"]),
-        ({"lora": {"r": 2}}, ["trains all weights, this run trains LoRA's adapters", "another --output_dir"]),
+        ({"lora": {"r": 2}}, ["hybrid.lora is null in the checkpoint", "with --init_from and --resume none"]),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, ["optimizer.type is AdamW in the checkpoint, Lion"]),
     ],
     ids=lambda value: "".join(value) if isinstance(value, dict) else "",

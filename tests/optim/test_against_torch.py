@@ -38,17 +38,34 @@ def train(name, steps, weights, stage, micro_batches, tp=1, pp=1, **kwargs):
     return train_engine(engine, grid, steps, micro_batches, weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"pp{layout[0]}dp{layout[1]}")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_sgd_parameters_and_losses(pool, layout, stage):
+def check_sgd(pool, layout, stage, case):
     pp, dp = layout
     steps, want, weights = reference("SGD", pp)
-    for micro_batches, bucket_size in CASES:
-        for losses, worst in pool.run(
-            train, pp * dp, "SGD", steps, weights, stage, micro_batches, pp=pp, bucket_size=bucket_size
-        ):
-            assert losses == pytest.approx(want, rel=1e-6)
-            assert worst <= 1e-6
+    micro_batches, bucket_size = case
+    for losses, worst in pool.run(
+        train, pp * dp, "SGD", steps, weights, stage, micro_batches, pp=pp, bucket_size=bucket_size
+    ):
+        assert losses == pytest.approx(want, rel=1e-6)
+        assert worst <= 1e-6
+
+
+def name(layout):
+    return f"pp{layout[0]}dp{layout[1]}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=lambda which: name(LAYOUTS[which]))
+def test_sgd_parameters_and_losses(pool, which, stage):
+    """Every layout meets every stage and every case, and so does every stage."""
+    check_sgd(pool, LAYOUTS[which], stage, CASES[(which + stage) % len(CASES)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_sgd_in_all_combinations(pool, layout, stage, case):
+    check_sgd(pool, layout, stage, case)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

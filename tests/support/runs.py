@@ -162,5 +162,6 @@ def run(config: dict[str, Any], *, keep_initial: bool = False) -> dict[str, Any]
             "initial": initial,
             "final": whole_state(trainer),
             "lr": trainer.engine.get_lr(),
+            "loss_scale": trainer.engine.optimizer.loss_scale,
             "shards": trainer.engine.optimizer.layout.num_shards,
         }
