@@ -14,6 +14,9 @@ T = TypeVar("T")
 EXIT_REFUSED = 2
 """Exit code of a run whose files or data are not what its configuration says."""
 
+EXIT_FAILED = 1
+"""Exit code of a run that broke off under way."""
+
 
 class RemoteError(RuntimeError):
     """What another rank failed with."""
@@ -67,6 +70,13 @@ def refuse(error: Exception) -> int:
     if not isinstance(error, RemoteError):
         print(f"rank {dist.get_rank()}: {error}", file=sys.stderr, flush=True)
     return EXIT_REFUSED
+
+
+def fail(error: Exception) -> int:
+    """Say once what every rank knows, and return the exit code."""
+    if dist.get_rank() == 0:
+        print(error, file=sys.stderr, flush=True)
+    return EXIT_FAILED
 
 
 def from_rank_zero(value: T) -> T:

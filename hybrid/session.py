@@ -6,8 +6,9 @@ import logging
 
 import torch.distributed as dist
 
-from hybrid.agreement import RemoteError, refuse
+from hybrid.agreement import RemoteError, fail, refuse
 from hybrid.config.run import RunConfig
+from hybrid.convert.errors import CheckpointError
 from hybrid.environment import connections_in_words, init_distributed, set_up_logging
 from hybrid.signals import StopSignals
 from hybrid.trainer import OpenData, Trainer, open_text_data
@@ -45,9 +46,12 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
                 error.add_note(verdict)
             elif trainer is not None:
                 trainer.checkpointer.linger(_LINGER_SECONDS)
-            if trainer is not None or not isinstance(error, (ValueError, OSError, RemoteError)):
+            if trainer is not None and isinstance(error, CheckpointError):
+                code = fail(error)
+            elif trainer is not None or not isinstance(error, (ValueError, OSError, RemoteError)):
                 raise
-            code = refuse(error)
+            else:
+                code = refuse(error)
         if watchdog is not None:
             watchdog.close()
     dist.destroy_process_group()

@@ -190,7 +190,11 @@ class Checkpointer:
         lost = [step for step in self._failures if newest is None or step > newest]
         if lost:
             raise CheckpointError(
-                [f"the run ends without the checkpoint of step {lost[-1]}: see above"], str(self.root)
+                [
+                    f"the run ends without the checkpoint of step {lost[-1]}, for the reason above: mend that, and the "
+                    "same command goes on from the newest complete one"
+                ],
+                str(self.root),
             )
 
     def linger(self, seconds: float) -> None:

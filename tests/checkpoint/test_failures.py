@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import logging
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hybrid.checkpoint.directory import steps
 from hybrid.convert.errors import CheckpointError
 
 RANKS = 2
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -122,3 +125,16 @@ def test_a_folder_that_cannot_be_written_to(pool: WorkerPool, tmp_path: Path) ->
     (result, log, _), (other, _, _) = pool.run(train, RANKS, config, blocked=True)
     assert result == other and "rank 0: " in result and "3 in a row" in result and result.endswith(" at 3")
     assert log.count("the run goes on") == 2
+
+
+def test_a_run_that_cannot_save_ends_with_one_message(tmp_path: Path, small_disk: Path) -> None:
+    """From the command line: no traceback of every rank, and what to do."""
+    config = tree(small_disk / "run", write_tokens(tmp_path), (2, 1, 1, 2), train_steps=2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (small_disk / "others").write_bytes(bytes(3_400_000))
+    command = [sys.executable, "launch/pretrain.py", "--ds_config", str(tmp_path / "config.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr and "No space left on device" in done.stderr
+    assert done.stderr.count("the run ends without the checkpoint of step 2") == 1
+    assert "the same command goes on from the newest complete one" in done.stderr
