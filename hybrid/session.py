@@ -27,7 +27,7 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
         open_data, keep_best: as `Trainer`.
 
     Returns:
-        The exit code, as `Trainer.train`, or EXIT_REFUSED of `hybrid.agreement`.
+        The exit code, as `Trainer.train`, or EXIT_REFUSED or EXIT_FAILED of `hybrid.agreement`.
     """
     with StopSignals() as signals:
         device = init_distributed()

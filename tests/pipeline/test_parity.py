@@ -72,11 +72,8 @@ def expected_local(param, tensors):
     return local
 
 
-def gradient_errors(layout, tie, batches, gradients):
+def gradient_errors(layout, tie, cases, batches, gradients):
     """By (stage, microbatches): loss, norm, and the pieces' worst error over what is allowed."""
-    # Stages differ in what copies of a model share: where there is one, each is met once.
-    several = [(stage, micro_batches) for stage in (0, 1, 2) for micro_batches in (1, 4)]
-    cases = several if layout[2] > 1 else [(0, 1), (1, 4), (2, 4)]
     return {case: gradient_error(layout, tie, *case, batches, gradients) for case in cases}
 
 
@@ -105,10 +102,23 @@ def gradient_error(layout, tie, stage, micro_batches, batches, gradients):
     return optimizer.result.loss, optimizer.result.grad_norm, worst
 
 
+ALL_CASES = [(stage, micro_batches) for stage in (0, 1, 2) for micro_batches in (1, 4)]
+
+
 def ties(layout):
     """Tied weights matter where stages share them, and where the vocabulary is cut; copies of a model share nothing."""
     tp, pp, dp, _ = layout
     return [False, True] if pp > 1 or (dp == 1 and tp < 4) else [False]
+
+
+def check_gradients(pool, layout, tie, cases):
+    batches, loss, gradients = reference_gradients(tie)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    for found in pool.run(gradient_errors, world(layout), layout, tie, cases, batches, gradients):
+        for case, (got_loss, got_norm, worst) in found.items():
+            assert got_loss == pytest.approx(loss, abs=1e-5), case
+            assert got_norm == pytest.approx(norm, rel=1e-5), case
+            assert worst <= 0, case
 
 
 @pytest.mark.parametrize(
@@ -117,13 +127,15 @@ def ties(layout):
     ids=lambda value: value if isinstance(value, bool) else name(value),
 )
 def test_loss_and_gradients(pool, layout, tie):
-    batches, loss, gradients = reference_gradients(tie)
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    for found in pool.run(gradient_errors, world(layout), layout, tie, batches, gradients):
-        for case, (got_loss, got_norm, worst) in found.items():
-            assert got_loss == pytest.approx(loss, abs=1e-5), case
-            assert got_norm == pytest.approx(norm, rel=1e-5), case
-            assert worst <= 0, case
+    # Stages differ in what copies of a model share: where there is one, each is met once.
+    check_gradients(pool, layout, tie, ALL_CASES if layout[2] > 1 else [(0, 1), (1, 4), (2, 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_loss_and_gradients_in_all_combinations(pool, layout, tie):
+    check_gradients(pool, layout, tie, ALL_CASES)
 
 
 STEPS = 20
@@ -165,14 +177,25 @@ def train(layout, tie, stage, batches, weights):
     return same_start, *train_engine(engine, grid, batches, micro_batches, weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-def test_training_of_twenty_steps(pool, layout):
-    # Stages share tied weights: every other pipeline ties them. The gradients above are compared both ways.
-    pipelines = [other for other in LAYOUTS if other[1] > 1]
-    tie, stage = (True, 1) if layout in pipelines[::2] else (False, 2)
+def check_training(pool, layout, tie, stage):
     batches, want, weights = reference_training(tie)
     for same_start, losses, worst in pool.run(train, world(layout), layout, tie, stage, batches, weights):
         assert same_start
         assert losses == pytest.approx(want, rel=1e-4)
         assert losses[0] == pytest.approx(want[0], rel=1e-5)
         assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_training_of_twenty_steps(pool, layout):
+    # Stages share tied weights: every other pipeline ties them. The gradients above are compared both ways.
+    pipelines = [other for other in LAYOUTS if other[1] > 1]
+    check_training(pool, layout, *((True, 1) if layout in pipelines[::2] else (False, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_training_in_all_combinations(pool, layout, stage, tie):
+    check_training(pool, layout, tie, stage)
