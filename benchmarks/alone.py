@@ -18,8 +18,8 @@ from hybrid.model.init import init_parameters, initial_tensor
 from hybrid.model.norm import RMSNorm
 from hybrid.model.rope import rope_tables
 from hybrid.tensor_parallel.context import TensorParallel
-from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_weight
+from hybrid.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 Step = Callable[[], torch.Tensor]
 """One whole optimizer step, with nothing left in flight; the mean loss of the microbatches this process knows of."""

@@ -132,11 +132,11 @@ def test_stages_are_balanced() -> None:
 def test_activations(name: str, stage: int) -> None:
     w, step = planned(name), traced(name, stage)
     last = stage == w.p - 1
-    assert step.kept == pytest.approx(microbatch_activations(w, stage) + last * formulas.head_gradients(w), rel=1e-3)
+    assert step.kept == pytest.approx(microbatch_activations(w, stage) + last * formulas.head_kept(w), rel=1e-3)
     if not w.sequence_sharded:  # the norms' share is not cut
         return
     beside = microbatch_activations(w, stage) - w.layers_per_stage[stage] * formulas.layer_activations(w, w.recompute)
-    layer = (step.kept - last * formulas.head_gradients(w) - beside) / w.layers_per_stage[stage]
+    layer = (step.kept - last * formulas.head_kept(w) - beside) / w.layers_per_stage[stage]
     m = w.model
     mlp = (4 if w.recompute == "selective" else 6) * m.intermediate_size / m.hidden_size
     bound = 12 + 4 * m.num_key_value_heads / m.num_attention_heads + mlp

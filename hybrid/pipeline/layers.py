@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_weight
 
-HeadOutput = tuple[torch.Tensor, nn.Parameter]
+HeadOutput = tuple[torch.Tensor, torch.Tensor]
 """Normed hidden states [s, b, h] (or [s/t, b, h]) and the head's weight [V/t, h]: the loss never makes all logits."""
 
 
@@ -26,5 +26,9 @@ class HeadPipe(nn.Module):
 
 
 def tied_head(embedding: VocabParallelEmbedding, hidden: torch.Tensor) -> HeadOutput:
-    """The output head of a tied model."""
-    return hidden, embedding.weight
+    """The output head of a tied model.
+
+    A view has no gradient sink: on one stage the weight gets a gradient from the embedding as well, and autograd adds
+    the two before it hands them over.
+    """
+    return hidden, embedding.weight.view_as(embedding.weight)

@@ -23,8 +23,8 @@ from hybrid.model.packing import Documents, document_rope, segment_rope
 from hybrid.model.rope import Rope, rope_tables
 from hybrid.pipeline.layers import HeadOutput, HeadPipe, tied_head
 from hybrid.tensor_parallel.context import TensorParallel
-from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.embedding import VocabParallelEmbedding
+from hybrid.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.random import RNGTracker
 
 StageInput = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

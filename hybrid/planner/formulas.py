@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.planner.workload import Recompute, Workload
-from hybrid.tensor_parallel.chunks import default_chunk_tokens
+from hybrid.tensor_parallel.chunks import default_chunk_tokens, keeps_logits
 
 ATTENTION_BACKWARD = 2.5
 """Operations of blockwise attention's backward over its forward's."""
@@ -82,27 +82,41 @@ def rope_tables(w: Workload) -> int:
     return 2 * 4 * w.seq_length * w.model.head_dim
 
 
-def head_gradients(w: Workload) -> int:
-    """Bytes the fused loss holds from its forward to its backward: the hidden gradient, and the weight's in fp32."""
+def head_kept(w: Workload) -> int:
+    """Bytes the fused loss holds from its forward to its backward: all logits, or the gradients.
+
+    The logits are fp32, with the hidden states they come from and, for each token, two sums of the softmax, its label's
+    column (int64) and two masks. The gradients are that of the hidden states, and the weight's in fp32.
+    """
+    if keeps_logits(w.tokens, w.model.hidden_size):
+        return w.tokens * (w.model.hidden_size * w.width + 4 * w.local_vocab + 18)
     return w.held_tokens * w.model.hidden_size * w.width + 4 * w.local_vocab * w.model.hidden_size
 
 
 def head_transient(w: Workload) -> int:
     """Bytes the fused loss needs beside, at most.
 
-    In forward the gathered hidden states, their gradient before it is reduced, and a chunk's logits in fp32 and once
-    more in the model's dtype; in backward the weight's gradient in the model's dtype.
+    Where it keeps the logits: in forward those of the model's dtype beside them; in backward their gradient, which in
+    half precision takes their place, that of the hidden states, whole and of this rank, those states scaled, and the
+    weight's. Else: in forward the gathered hidden states, their gradient before it is reduced, and a chunk's logits in
+    fp32 and once more in the model's dtype; in backward the weight's gradient in the model's dtype.
     """
     full = w.tokens * w.model.hidden_size * w.width
+    half = w.width < 4
+    weight = w.width * w.local_vocab * w.model.hidden_size
+    if keeps_logits(w.tokens, w.model.hidden_size):
+        logits = w.width * w.tokens * w.local_vocab
+        scattered = full // w.t if w.sequence_sharded else 0
+        return max(half * logits, 2 * full + scattered + weight - half * (4 - w.width) * w.tokens * w.local_vocab)
     chunk = default_chunk_tokens(w.tokens, w.local_vocab) * w.local_vocab
     gathered = 2 * full if w.sequence_sharded else 0
-    copies = 4 + (w.width if w.width < 4 else 0)
-    narrow = w.width * w.local_vocab * w.model.hidden_size if w.width < 4 else 0
-    return max(gathered + copies * chunk + narrow, narrow)
+    return max(gathered + (4 + half * w.width) * chunk + half * weight, half * weight)
 
 
 def loss_chunks(w: Workload) -> list[int]:
-    """Tokens of each chunk of the fused loss."""
+    """Tokens of each chunk of the fused loss, which is one where it keeps the logits."""
+    if keeps_logits(w.tokens, w.model.hidden_size):
+        return [w.tokens]
     size = default_chunk_tokens(w.tokens, w.local_vocab)
     full, rest = divmod(w.tokens, size)
     return [size] * full + [rest] * (rest > 0)

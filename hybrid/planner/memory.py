@@ -100,7 +100,7 @@ def rank_memory(w: Workload, stage: int, data_rank: int = 0) -> RankMemory:
     if w.recomputing(stage) and w.recompute == "full":
         working += formulas.layer_activations(w, "none") - formulas.layer_activations(w, "full")
     last = stage == w.p - 1
-    logits = formulas.head_gradients(w) + formulas.head_transient(w) if last else 0
+    logits = formulas.head_kept(w) + formulas.head_transient(w) if last else 0
     return RankMemory(
         **optimizer_memory(w, stage, data_rank),
         wire=_on_the_wire(w, stage),

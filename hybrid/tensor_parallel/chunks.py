@@ -7,6 +7,12 @@ SMALL_CHUNK_BYTES = 8 << 20
 LARGE_CHUNK_BYTES = 256 << 20
 
 
+def keeps_logits(num_tokens: int, hidden_size: int) -> bool:
+    """Whether all tokens' fp32 logits [T, V] are held, of a head that is trained: where its gradient [V, h], which
+    chunks would add up in fp32, is no smaller."""
+    return num_tokens <= hidden_size
+
+
 def default_chunk_tokens(num_tokens: int, columns: int) -> int:
     """Tokens whose fp32 logits are held at a time: a sixteenth of all, half of all within 8 MiB, at most 256 MiB.
 

@@ -14,8 +14,8 @@ from hybrid.model.head import vocab_parallel_logits
 from hybrid.model.norm import RMSNorm
 from hybrid.model.rope import rope_tables
 from hybrid.tensor_parallel.context import TensorParallel
-from hybrid.tensor_parallel.cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_weight
+from hybrid.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from hybrid.tensor_parallel.params import named_segments, param_spec
 
 

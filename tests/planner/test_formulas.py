@@ -16,6 +16,7 @@ from hybrid.planner.memory import microbatch_activations, optimizer_memory, rank
 from hybrid.planner.parameters import bucket_layout, num_stage_parameters
 from hybrid.planner.traffic import step_transfers, summarize
 from hybrid.planner.workload import Workload
+from hybrid.tensor_parallel.chunks import keeps_logits
 
 LAYOUTS: list[Case] = [
     case(),
@@ -55,6 +56,11 @@ def world(c: Case) -> int:
     return int(c["tp"] * c["pp"] * c["dp"])
 
 
+def _head_input(w: Workload) -> int:
+    """Bytes of the hidden states a fused loss saves that keeps the logits; gradients would not be saved tensors."""
+    return w.tokens * w.model.hidden_size * w.width * keeps_logits(w.tokens, w.model.hidden_size)
+
+
 @pytest.mark.parametrize("c", LAYOUTS, ids=case_name)
 def test_activations_are_what_a_forward_leaves_behind(pool: Any, c: Case) -> None:
     for rank in pool.run(all_recomputes, world(c), c):
@@ -64,9 +70,10 @@ def test_activations_are_what_a_forward_leaves_behind(pool: Any, c: Case) -> Non
             planned = microbatch_activations(w, stage)
             last = stage == w.p - 1
             # All that is alive: kept activations, and at the end the gradients the fused loss has made.
-            assert got["alive"] == pytest.approx(planned + last * formulas.head_gradients(w), rel=1e-3)
+            assert got["alive"] == pytest.approx(planned + last * formulas.head_kept(w), rel=1e-3)
             if kind == "none":  # the saved tensors alone; recomputation keeps what autograd's hooks do not see
-                assert got["saved"] == pytest.approx(planned - (not last) * got["output"], rel=1e-3)
+                beside = _head_input(w) if last else -got["output"]
+                assert got["saved"] == pytest.approx(planned + beside, rel=1e-3)
 
 
 def test_a_long_sequence(pool: Any) -> None:
@@ -74,7 +81,7 @@ def test_a_long_sequence(pool: Any) -> None:
     c = case(2, sp=True, model={"num_hidden_layers": 2}, seq=16384)
     w = workload(c)
     for got in pool.run(held_by_one_forward, 2, c):
-        assert got["alive"] == pytest.approx(microbatch_activations(w, 0) + formulas.head_gradients(w), rel=1e-3)
+        assert got["alive"] == pytest.approx(microbatch_activations(w, 0) + formulas.head_kept(w), rel=1e-3)
         assert got["largest"] < w.seq_length**2 / 16  # as bits, it would be twice that
 
 

@@ -10,23 +10,24 @@ from support.pool import WorkerPool
 from tensor_parallel.meters import Events, LiveStorage
 
 from hybrid.config.parallel import padded_vocab_size
+from hybrid.tensor_parallel.chunks import default_chunk_tokens
 from hybrid.tensor_parallel.context import TensorParallel
-from hybrid.tensor_parallel.cross_entropy import (
-    IGNORE_INDEX,
-    default_chunk_tokens,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
+from hybrid.tensor_parallel.cross_entropy import IGNORE_INDEX, vocab_parallel_cross_entropy
 from hybrid.tensor_parallel.embedding import vocab_shard
+from hybrid.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from hybrid.tensor_parallel.params import set_gradient_sink
 
-VOCAB, HIDDEN, B, S = 131, 6, 3, 8
+VOCAB, B, S = 131, 3, 8
+NARROW, WIDE = B * S - 1, B * S
+"""Hidden sizes: more tokens than this, whose logits are made chunk by chunk, and as many, whose logits are kept."""
+sizes = pytest.mark.parametrize("hidden_size", [NARROW, WIDE])
 
 
-def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(hidden_size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states [s, b, h], head [V, h], labels [b, s]."""
     generator = torch.Generator().manual_seed(2)
-    hidden = 3 * torch.randn(S, B, HIDDEN, generator=generator)
-    head = torch.randn(VOCAB, HIDDEN, generator=generator)
+    hidden = torch.randn(S, B, hidden_size, generator=generator)
+    head = torch.randn(VOCAB, hidden_size, generator=generator)
     labels = torch.randint(0, VOCAB, (B, S), generator=generator)
     labels[0, :5] = IGNORE_INDEX
     labels[1, :3] = torch.tensor([0, 127, 130])
@@ -42,8 +43,8 @@ def _local(head: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return local
 
 
-def _twin(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden, head, labels = _inputs()
+def _twin(hidden_size: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, head, labels = _inputs(hidden_size)
     hidden.requires_grad_()
     head.requires_grad_()
     losses = F.cross_entropy(
@@ -60,8 +61,8 @@ def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def _per_token_matches() -> None:
     tp = TensorParallel.over(dist.group.WORLD)
-    hidden, head, labels = _inputs()
-    losses, _, _ = _twin()
+    hidden, head, labels = _inputs(NARROW)
+    losses, _, _ = _twin(NARROW)
     logits = (hidden @ _local(head, tp).t()).requires_grad_()
     before = logits.detach().clone()
     weights = torch.rand(S, B, generator=torch.Generator().manual_seed(3))
@@ -79,11 +80,11 @@ def _per_token_matches() -> None:
     assert not logits.grad[..., shard.length :].any()
 
 
-def _fused_matches(sequence_parallel: bool, chunk_tokens: int | None) -> list[str]:
+def _fused_matches(sequence_parallel: bool, hidden_size: int, chunk_tokens: int | None) -> list[str]:
     tp = TensorParallel.over(dist.group.WORLD, sequence_parallel=sequence_parallel)
     scale = 1 / 19
-    hidden, head, labels = _inputs()
-    losses, hidden_grad, head_grad = _twin(scale)
+    hidden, head, labels = _inputs(hidden_size)
+    losses, hidden_grad, head_grad = _twin(hidden_size, scale)
     part = slice(None)
     if tp.sequence_sharded:
         part = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)
@@ -106,36 +107,69 @@ def test_per_token_loss(pool: WorkerPool, world: int) -> None:
     pool.run(_per_token_matches, world)
 
 
+worlds = pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 1000])
-@pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
-def test_fused_loss(pool: WorkerPool, world: int, sequence_parallel: bool, chunk_tokens: int | None) -> None:
-    for names in pool.run(_fused_matches, world, sequence_parallel, chunk_tokens):
+@worlds
+def test_loss_by_chunks(pool: WorkerPool, world: int, sequence_parallel: bool, chunk_tokens: int | None) -> None:
+    for names in pool.run(_fused_matches, world, sequence_parallel, NARROW, chunk_tokens):
         chunks = -(-S * B // (chunk_tokens or S * B // 2))
         expected = ["all_reduce"] * 2 * chunks  # MAX and SUM
         expected = ["all_gather", *expected, "reduce_scatter"] if sequence_parallel else [*expected, "all_reduce"]
         assert names == (expected if world > 1 else [])
 
 
-def test_frozen_head_and_frozen_trunk() -> None:
+@worlds
+def test_loss_of_kept_logits(pool: WorkerPool, world: int, sequence_parallel: bool) -> None:
+    for names in pool.run(_fused_matches, world, sequence_parallel, WIDE, None):
+        expected = ["all_reduce"] * 2
+        expected = ["all_gather", *expected, "reduce_scatter"] if sequence_parallel else [*expected, "all_reduce"]
+        assert names == (expected if world > 1 else [])
+
+
+def test_weight_gradient_goes_to_its_sink() -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs()
-    _, hidden_grad, head_grad = _twin()
-    for train_hidden, train_head, gemms in ((True, False, 2), (False, True, 2)):
-        x, w = hidden.clone().requires_grad_(train_hidden), _local(head, tp).requires_grad_(train_head)
-        with Events() as events:
-            loss, _ = linear_cross_entropy(x, w, labels, vocab_size=VOCAB, tp=tp, chunk_tokens=100)
-            loss.backward()
-        assert events.count("gemm") == gemms
-        assert (x.grad is not None) == train_hidden and (w.grad is not None) == train_head
-        if train_hidden:
-            _close(x.grad, hidden_grad)
-        else:
-            _close(w.grad[:VOCAB], head_grad)
+    hidden, head, labels = _inputs(WIDE)
+    _, _, head_grad = _twin(WIDE)
+    weight, received = _local(head, tp).requires_grad_(), []
+
+    def sink(left: torch.Tensor, right: torch.Tensor) -> bool:
+        received.append(left @ right)
+        return True
+
+    set_gradient_sink(weight, sink)
+    loss, _ = linear_cross_entropy(hidden.requires_grad_(), weight, labels, vocab_size=VOCAB, tp=tp)
+    loss.backward()
+    assert weight.grad is None and len(received) == 1
+    _close(received[0][:VOCAB], head_grad)
+
+
+@pytest.mark.parametrize(
+    ("train_hidden", "train_head", "hidden_size", "chunk_tokens"),
+    [(True, False, NARROW, 100), (True, False, WIDE, 100), (False, True, NARROW, 100), (False, True, WIDE, None)],
+)
+def test_frozen_head_and_frozen_trunk(
+    train_hidden: bool, train_head: bool, hidden_size: int, chunk_tokens: int | None
+) -> None:
+    tp = TensorParallel.single()
+    hidden, head, labels = _inputs(hidden_size)
+    _, hidden_grad, head_grad = _twin(hidden_size)
+    x, w = hidden.clone().requires_grad_(train_hidden), _local(head, tp).requires_grad_(train_head)
+    with Events() as events:
+        loss, _ = linear_cross_entropy(x, w, labels, vocab_size=VOCAB, tp=tp, chunk_tokens=chunk_tokens)
+        loss.backward()
+    assert events.count("gemm") == 2
+    assert (x.grad is not None) == train_hidden and (w.grad is not None) == train_head
+    if train_hidden:
+        _close(x.grad, hidden_grad)
+    else:
+        _close(w.grad[:VOCAB], head_grad)
 
 
 def test_no_gradient_work_without_grad_mode() -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs()
+    hidden, head, labels = _inputs(WIDE)
     with torch.no_grad(), Events() as events:
         loss, _ = linear_cross_entropy(
             hidden.requires_grad_(),
@@ -148,18 +182,20 @@ def test_no_gradient_work_without_grad_mode() -> None:
     assert not loss.requires_grad and events.count("gemm") == 1
 
 
-def test_second_backward_is_refused() -> None:
+@sizes
+def test_second_backward_is_refused(hidden_size: int) -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs()
+    hidden, head, labels = _inputs(hidden_size)
     loss, _ = linear_cross_entropy(hidden.requires_grad_(), _local(head, tp), labels, vocab_size=VOCAB, tp=tp)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
 
 
-def test_nothing_supervised() -> None:
+@sizes
+def test_nothing_supervised(hidden_size: int) -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs()
+    hidden, head, labels = _inputs(hidden_size)
     x = hidden.requires_grad_()
     labels.fill_(IGNORE_INDEX)
     loss, count = linear_cross_entropy(x, _local(head, tp), labels, vocab_size=VOCAB, tp=tp)
@@ -167,9 +203,10 @@ def test_nothing_supervised() -> None:
     assert loss == 0 and count == 0 and not x.grad.any()
 
 
-def test_extreme_logits_stay_finite() -> None:
+@sizes
+def test_extreme_logits_stay_finite(hidden_size: int) -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs()
+    hidden, head, labels = _inputs(hidden_size)
     x = (hidden * 1e4).requires_grad_()
     loss, _ = linear_cross_entropy(x, _local(head, tp), labels, vocab_size=VOCAB, tp=tp)
     loss.backward()
@@ -178,18 +215,19 @@ def test_extreme_logits_stay_finite() -> None:
 
 def test_half_precision_is_close() -> None:
     tp = TensorParallel.single()
-    hidden, head, labels = _inputs(torch.bfloat16)
+    hidden, head, labels = _inputs(NARROW, torch.bfloat16)
     exact, _ = linear_cross_entropy(hidden.float(), _local(head.float(), tp), labels, vocab_size=VOCAB, tp=tp)
     loss, _ = linear_cross_entropy(hidden, _local(head, tp), labels, vocab_size=VOCAB, tp=tp, chunk_tokens=1)
     torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0.0)  # the logits are rounded to bf16
 
 
-def test_half_precision_gradients_are_scaled_in_fp32() -> None:
+@sizes
+def test_half_precision_gradients_are_scaled_in_fp32(hidden_size: int) -> None:
     tp = TensorParallel.single()
     grads = []
     scale = 1.5039  # halfway between two bf16 numbers: rounded, it would be off by 0.26%
     for factor in (1.0, scale):
-        hidden, head, labels = _inputs(torch.bfloat16)
+        hidden, head, labels = _inputs(hidden_size, torch.bfloat16)
         x, w = hidden.requires_grad_(), _local(head, tp).requires_grad_()
         loss, _ = linear_cross_entropy(x, w, labels, vocab_size=VOCAB, tp=tp)
         (loss * factor).backward()
