@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybrid.collectives import exchange_meaning
 from hybrid.grid import Grid
 
 _NAMES = {
@@ -17,13 +18,11 @@ _NAMES = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "reduce_scatter",
     "broadcast_": "broadcast",
     "send": "send",
 }
-"""c10d operators that put bytes on the wire. A receive is the other end of a send and counts there.
-
-The only all-to-all here is a reduce-scatter whose pieces are summed where they arrive (optim/reduction.py).
+"""c10d operators that put bytes on the wire. A receive is the other end of a send and counts there; an all-to-all is
+what it stands for (hybrid/collectives.py).
 """
 
 _RING_PASSES: dict[str, Callable[[int], float]] = {
@@ -71,8 +70,9 @@ class TrafficMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            if name in _NAMES:
-                self._record(_NAMES[name], args)
+            op = exchange_meaning() or _NAMES.get(name)
+            if op is not None:
+                self._record(op, args)
         return func(*args, **(kwargs or {}))
 
     def _record(self, op: str, args: Any) -> None:

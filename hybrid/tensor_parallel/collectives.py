@@ -1,79 +1,103 @@
-"""The four collectives of tensor parallelism, along dim 0, each of them able to run behind a GEMM."""
+"""The four collectives of tensor parallelism, along dim 0, each of them able to run behind a GEMM.
+
+What starts one returns a call that waits for it and gives the result; on CUDA the current stream waits, not the host.
+Where gloo carries them, on a CPU, all-to-alls stand for them (hybrid/collectives.py).
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.collectives import all_gather_single, reduce_scatter_single
+from hybrid.collectives import (
+    Awaited,
+    all_gather_single,
+    exchange_gather,
+    exchange_pair,
+    exchange_reduce,
+    reduce_scatter_single,
+)
 
 Group = dist.ProcessGroup | None
 """A process group, or None for one rank: then nothing is communicated and tensors pass through untouched."""
 
 
-class Pending:
-    """A collective in flight; it holds the input too, which has to live until the result is there."""
-
-    def __init__(self, output: Tensor, work: Any = None, source: Tensor | None = None) -> None:
-        self._output, self._work, self._source = output, work, source
-
-    def wait(self) -> Tensor:
-        """The result; on CUDA the current stream waits, not the host."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._source = None
-        return self._output
-
-
-def start_all_gather(x: Tensor, group: Group) -> Pending:
+def start_all_gather(x: Tensor, group: Group) -> Awaited:
     """Launch the concatenation along dim 0 of every rank's `x`, in rank order."""
     if group is None:
-        return Pending(x)
+        return lambda: x
     x = x.contiguous()
+    if x.is_cpu:
+        return exchange_gather(x, group)
     output = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
-    return Pending(output, all_gather_single(output, x, group=group, async_op=True), x)
+    work = all_gather_single(output, x, group=group, async_op=True)
+
+    def gathered() -> Tensor:
+        work.wait()
+        return output
+
+    return gathered
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
+def start_reduce_scatter(x: Tensor, group: Group) -> Awaited:
     """Launch the sum of every rank's `x`, of which this rank gets its equal part of dim 0."""
     if group is None:
-        return Pending(x)
+        return lambda: x
     assert x.size(0) % group.size() == 0, "dim 0 is a multiple of the group's size"
     x = x.contiguous()
+    if x.is_cpu:
+        return exchange_reduce(x, group, x.dtype)
     output = x.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    return Pending(output, reduce_scatter_single(output, x, group=group, async_op=True), x)
+    work = reduce_scatter_single(output, x, group=group, async_op=True)
+
+    def scattered() -> Tensor:
+        work.wait()
+        return output
+
+    return scattered
 
 
-def start_all_reduce(x: Tensor, group: Group) -> Pending:
+def start_all_reduce(x: Tensor, group: Group) -> Awaited:
     """Launch the sum of every rank's `x`; a contiguous `x` is overwritten."""
     if group is None:
-        return Pending(x)
+        return lambda: x
     x = x.contiguous()
-    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+    if x.is_cpu and group.size() == 2:
+        other = exchange_pair(x, group)
+        return lambda: x.add_(other())
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert work is not None
+
+    def reduced() -> Tensor:
+        work.wait()
+        return x
+
+    return reduced
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Concatenation along dim 0 of every rank's `x`."""
-    return start_all_gather(x, group).wait()
+    return start_all_gather(x, group)()
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's equal part along dim 0 of the sum of every rank's `x`."""
-    return start_reduce_scatter(x, group).wait()
+    return start_reduce_scatter(x, group)()
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum of every rank's `x`; a contiguous `x` is overwritten."""
-    return start_all_reduce(x, group).wait()
+    return start_all_reduce(x, group)()
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """Elementwise maximum over the ranks, in place."""
-    if group is not None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    if group is None:
+        return x
+    if x.is_cpu and group.size() == 2:
+        return torch.maximum(x, exchange_pair(x, group)(), out=x)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 

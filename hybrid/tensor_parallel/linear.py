@@ -67,12 +67,12 @@ class _ColumnParallel(Function):
         grad = grad.contiguous()
         partial = grad @ weight if need_input else None
         # Waited for before the next launch: two collectives in flight would share the bandwidth and delay this one.
-        full_x = gathered.wait() if gathered is not None else None
+        full_x = gathered() if gathered is not None else None
         start = start_reduce_scatter if tp.sequence_sharded else start_all_reduce
         reduction = start(partial, tp.group) if partial is not None else None
         grad_weight = weight_gradient(grad, full_x, ctx.sink) if full_x is not None else None
         grad_bias = _rows(grad).sum(0) if need_bias else None
-        return reduction.wait() if reduction is not None else None, grad_weight, grad_bias, None
+        return reduction() if reduction is not None else None, grad_weight, grad_bias, None
 
 
 def _gather_and_multiply(x: Tensor, matrix: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def _gather_and_multiply(x: Tensor, matrix: Tensor, tp: TensorParallel) -> tuple
     product = x.new_empty(x.size(0) * tp.size, *x.shape[1:-1], matrix.size(1))
     start, stop = tp.rank * x.size(0), (tp.rank + 1) * x.size(0)
     torch.mm(_rows(x), matrix, out=_rows(product[start:stop]))
-    full = pending.wait()
+    full = pending()
     for part in (slice(0, start), slice(stop, None)):
         if full[part].numel():
             torch.mm(_rows(full[part]), matrix, out=_rows(product[part]))

@@ -155,7 +155,7 @@ class _AtOnce(Function):
             reduction = start(_scaled(grad @ weight, scale, full.dtype).view_as(full), tp.group)
         inputs = _scaled(full.to(torch.float32, copy=True), scale, full.dtype)
         grad_weight = weight_gradient(grad, inputs, ctx.sink)
-        return reduction.wait() if reduction is not None else None, grad_weight, None, None, None, None
+        return reduction() if reduction is not None else None, grad_weight, None, None, None, None
 
 
 def linear_cross_entropy(

@@ -103,7 +103,7 @@ def measure(c: Case) -> dict[str, Any]:
     calls = Counter((x.axis, x.op, x.group_size, x.payload) for x in meter.calls)
     after: list[int] = []
     with Tracer() as tracer:
-        engine.module.register_forward_hook(lambda *_: after.append(tracer.live_bytes))
+        engine.module.register_forward_hook(lambda *_: after.append(tracer.settled_bytes()))
         engine.train_batch(batches)
         engine.optimizer.wait_parameters()
     return {
@@ -143,7 +143,7 @@ def held_by_one_forward(c: Case) -> dict[str, Any]:
         output = module(inputs)
         if grid.is_last_stage:
             output = module.loss_fn(output, labels)
-    alive = tracer.live_bytes + (inputs.nbytes if grid.pipe_rank > 0 else 0)
+    alive = tracer.settled_bytes() + (inputs.nbytes if grid.pipe_rank > 0 else 0)
     tables = sum(t.nbytes for t in module._rope(seq, inputs.device))
     return {
         "place": (grid.pipe_rank, grid.tensor_rank, grid.data_rank),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from hybrid.collectives import exchange_meaning
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -48,7 +51,8 @@ class Collective:
     """One collective, send or receive of this rank."""
 
     op: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, `barrier`, ..."""
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `send`, `recv`, `barrier`, ...; an all-to-all that
+    stands for one of them has its name."""
     payload: int
     """Bytes of the whole tensor: the input of a reduction, the output of a gather."""
     group_size: int
@@ -123,6 +127,14 @@ class Tracer(TorchDispatchMode):
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
+    def settled_bytes(self) -> int:
+        """`live_bytes` once gloo's thread has let go of what finished collectives moved, a moment after their wait."""
+        before, now = -1, self.live_bytes
+        while now != before:
+            time.sleep(0.03)
+            before, now = now, self.live_bytes
+        return now
+
     def mark(self, name: str) -> None:
         """Put a mark between the collectives."""
         self.events.append(Mark(name, self.flops))
@@ -190,7 +202,7 @@ class Tracer(TorchDispatchMode):
             self._wait_for(args[0])
         if name in _NOT_COLLECTIVES:
             return result
-        op = _NAMES.get(name, _NAMES.get(name.rstrip("_"), name.rstrip("_")))
+        op = exchange_meaning() or _NAMES.get(name, _NAMES.get(name.rstrip("_"), name.rstrip("_")))
         parts = [[leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)] for part in (*args, result)]
         largest = max(parts, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
         empty = op == "barrier" or not largest

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid.collectives import exchange_meaning
+
 _COLLECTIVES = {"allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter"}
 _GEMMS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear")
 
@@ -54,7 +56,8 @@ class Events(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith("c10d."):
-            self.names += [ours for theirs, ours in _COLLECTIVES.items() if theirs in name]
+            meaning = exchange_meaning()
+            self.names += [meaning] if meaning else [ours for theirs, ours in _COLLECTIVES.items() if theirs in name]
         elif name.startswith(_GEMMS):
             self.names.append("gemm")
         return func(*args, **(kwargs or {}))

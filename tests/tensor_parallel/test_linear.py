@@ -160,7 +160,7 @@ def _saved(sequence_parallel: bool) -> int:
     tp = _tp(sequence_parallel)
     layer = _column(tp)
     x = torch.randn(S // tp.size if tp.sequence_sharded else S, B, N, dtype=torch.float64, requires_grad=True)
-    with LiveStorage(layer.parameters()) as live:
+    with LiveStorage([*layer.parameters(), x]) as live:
         y = layer(x)
         output = y.untyped_storage().nbytes()
     # The backend's thread lets go of the buffers of a finished collective a moment after the wait for it.
