@@ -93,7 +93,7 @@ class Trainer:
         self._traffic: dict[str, dict[str, dict[str, int]]] = {}
         self._throughput = Throughput(
             devices=self.grid.world_size,
-            flops_per_token=flops_per_token(run.model, run.hybrid.data.seq_length),
+            flops_per_token=flops_per_token(run.model, run.hybrid.data.seq_length, frozen=run.hybrid.lora is not None),
             peak_flops=_peak_flops(device, run.precision),
         )
         self._observer = Observer(

@@ -13,10 +13,11 @@ from support.fake_world import Step, trace_step
 from hybrid.config.layout import balanced_split
 from hybrid.config.model import LlamaConfig, load_model_config
 from hybrid.config.parallel import ParallelConfig
+from hybrid.config.training import LoraConfig
 from hybrid.metrics.flops import matmul_parameters
 from hybrid.planner import formulas
 from hybrid.planner.memory import microbatch_activations, optimizer_memory
-from hybrid.planner.parameters import bucket_layout, num_stage_parameters
+from hybrid.planner.parameters import bucket_layout, frozen_elements, num_stage_parameters
 from hybrid.planner.traffic import data_transfers, pipeline_transfers, replica_transfers, tensor_transfers
 from hybrid.planner.workload import Workload
 
@@ -53,7 +54,8 @@ def planned(name: str) -> Workload:
         return layout(load_model_config("llama2-7b"), 8, 2, 8, sp=True)
     if name == "65b":
         return layout(LlamaConfig.from_hf(LLAMA_65B), 8, 8, 4, sp=True, recompute="selective")
-    return layout(load_model_config("llama2-70b"), 8, 4, 16, sp=True)
+    lora = LoraConfig(r=16) if name == "70b-lora" else None
+    return layout(load_model_config("llama2-70b"), 8, 4, 16, sp=True, lora=lora)
 
 
 @functools.cache
@@ -74,7 +76,22 @@ def test_parameters_and_states(name: str, stage: int) -> None:
     assert sum(step.memory.values()) <= 1.01 * (6 + 12 / w.d) * step.numel
 
 
-@every_rank
+ADAPTED = [("70b-lora", 0), ("70b-lora", 3)]
+
+
+@pytest.mark.parametrize(("name", "stage"), ADAPTED)
+def test_adapters(name: str, stage: int) -> None:
+    """Held and kept bytes and operations are the planner's, and less than a twentieth is trained."""
+    w, step = planned(name), traced(name, stage)
+    assert step.memory == optimizer_memory(w, stage)
+    assert step.numel == num_stage_parameters(w, stage) < 0.05 * frozen_elements(w, stage)
+    kept = microbatch_activations(w, stage) + (stage == w.p - 1) * formulas.head_kept(w)
+    assert step.kept == pytest.approx(kept, rel=1e-3)
+    square = 3.5 * w.layers(stage) * formulas.attention_flops(w)
+    assert step.flops == pytest.approx(formulas.stage_flops(w, stage) + square, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "stage"), RANKS + ADAPTED)
 def test_traffic(name: str, stage: int) -> None:
     w, step = planned(name), traced(name, stage)
     want: Counter[tuple[str, str, int, int]] = Counter()

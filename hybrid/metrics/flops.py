@@ -18,10 +18,11 @@ def matmul_parameters(config: LlamaConfig) -> int:
     return config.num_hidden_layers * layer + h * config.vocab_size
 
 
-def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
+def flops_per_token(config: LlamaConfig, seq_length: int, *, frozen: bool = False) -> float:
     """Model FLOPs to train on one token of a sequence of `seq_length`: 6 P + 6 L a d s.
 
-    * P matmul parameters: 2 per weight forward, and twice that backward (input and weight gradients).
+    * P matmul parameters: 2 per weight forward, and twice that backward (input and weight gradients). `frozen` weights
+      under adapters have no gradient: 4 P, and the adapters' own products are not counted.
     * Attention in each of L layers, a heads of width d: QK^T and AV are 2 d per pair of positions each, so 4 a d s per
       token if all s positions were seen. The causal mask leaves half of them: 2 a d s, times 3 for training.
 
@@ -30,7 +31,7 @@ def flops_per_token(config: LlamaConfig, seq_length: int) -> float:
     costs less than is counted.
     """
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq_length
-    return float(6 * matmul_parameters(config) + attention)
+    return float((4 if frozen else 6) * matmul_parameters(config) + attention)
 
 
 # Dense peaks in TFLOP/s as (fp16, bf16, fp32) from the vendors' datasheets: tensor cores without sparsity, fp32 without

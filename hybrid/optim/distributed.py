@@ -54,6 +54,7 @@ class DistributedOptimizer:
         self._grid = grid
         # Backward makes the gradients of the last layer first: that is the order in which buckets fill.
         self.params = [p for layer in reversed(layers) for _, p in reversed(layer) if p.requires_grad]
+        self.frozen_nbytes = sum(p.nbytes for layer in layers for _, p in layer if not p.requires_grad)
         # Of the first parameter, frozen or not: a stage may have nothing to train.
         self._device, self.dtype = layers[0][0][1].device, layers[0][0][1].dtype
         sharded = settings.stage > 0 and grid.data_group is not None

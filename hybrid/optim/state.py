@@ -63,12 +63,16 @@ def whole_masters(optimizer: DistributedOptimizer) -> Callable[[nn.Parameter], t
 
 
 def memory_bytes(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """Bytes this rank holds between steps, padding included: `parameters`, `gradients`, `states`, `buckets`."""
+    """Bytes this rank holds between steps, padding included.
+
+    `parameters`, `frozen` (those not trained), `gradients`, `states` and `buckets`.
+    """
     # The masters of an fp32 model are the parameters.
     shared = optimizer.dtype == torch.float32
     states = sum(tensor.nbytes for kind, _, tensor in named_state(optimizer) if not (shared and kind == MASTER))
     return {
         "parameters": optimizer.parameters.nbytes,
+        "frozen": optimizer.frozen_nbytes,
         "gradients": optimizer.gradients.nbytes,
         "states": states,
         "buckets": optimizer.gradients.buffer_nbytes,

@@ -60,7 +60,7 @@ def request_of(
     if base is not None:
         run = resolve_config(_without_layout(base))
         w = workload_of(run)
-        known = {"precision": w.precision, "wire": w.wire, "optimizer_states": w.optimizer_states}
+        known = {name: getattr(w, name) for name in ("precision", "wire", "optimizer_states", "lora")}
         seq_length, global_batch = seq_length or w.seq_length, global_batch or run.global_batch_size
     shape = load_model_config(planner_model(model)) if model is not None else run.model
     return Request(

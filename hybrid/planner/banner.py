@@ -7,7 +7,7 @@ from hybrid.config.model import num_parameters
 from hybrid.config.run import RunConfig
 from hybrid.planner.memory import fullest_stage
 from hybrid.planner.runs import workload_of
-from hybrid.planner.text import counted, layout_name, stage_name
+from hybrid.planner.text import counted, layout_name, stage_name, trained_name
 from hybrid.planner.workload import Workload
 
 _GIB = 2**30
@@ -21,14 +21,14 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
     steps = run.hybrid.training.train_steps
     lines = [
         f"{num_parameters(run.model):,} parameters in {run.precision}, {layout_name(w)}, ZeRO {run.zero_stage}, "
-        f"recompute {w.recompute}",
+        f"recompute {w.recompute}, training {trained_name(w.lora)}",
         f"{run.tokens_per_step:,} tokens a step: {counted(w.micro_batch_size, 'sample')} x "
         f"{counted(w.micro_batches, 'microbatch', 'microbatches')} x {counted(w.d, 'replica')} of "
         f"{w.seq_length} tokens",
         f"steps {steps_done + 1} to {steps}, {(steps - steps_done) * run.tokens_per_step:,} tokens to go"
         if steps_done < steps
         else f"step {steps_done} of {steps}: nothing to train",
-        memory_planned(run, w),
+        memory_planned(w),
         f"overlap: {', '.join(_overlaps(w)) or 'nothing to overlap'}",
     ]
     table = rank_map(run)
@@ -37,13 +37,12 @@ def banner(run: RunConfig, steps_done: int = 0) -> list[str]:
     return lines
 
 
-def memory_planned(run: RunConfig, w: Workload) -> str:
-    """What the rank that needs most should hold, by part; of adapters no more is known than that it is less."""
+def memory_planned(w: Workload) -> str:
+    """What the rank that needs most should hold, by part; `parameters` are the frozen ones too."""
     stage, memory = fullest_stage(w)
-    label = "memory planned" if run.hybrid.lora is None else "memory, if all weights were trained and not adapters"
     return (
-        f"{label}: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
-        f"parameters {memory.parameters / _GIB:.2f} + "
+        f"memory planned: {memory.total / _GIB:.2f} GiB on {stage_name(w, stage)} = "
+        f"parameters {(memory.parameters + memory.frozen) / _GIB:.2f} + "
         f"gradients {(memory.gradients + memory.buckets + memory.wire) / _GIB:.2f} + "
         f"states {memory.states / _GIB:.2f} + activations {memory.activations / _GIB:.2f} + "
         f"working {max(memory.logits, memory.working) / _GIB:.2f}"
@@ -52,13 +51,13 @@ def memory_planned(run: RunConfig, w: Workload) -> str:
 
 def dry_run(run: RunConfig) -> str:
     """What `--dry_run` of training prints: the configuration, who holds what, and the memory it should take."""
-    return f"{describe(run)}\n{memory_planned(run, workload_of(run))}"
+    return f"{describe(run)}\n{memory_planned(workload_of(run))}"
 
 
 def _overlaps(w: Workload) -> list[str]:
     """What this run's communication hides behind."""
     found = []
-    if w.t > 1:
+    if w.t > 1 and w.lora is None:
         found.append("tensor-parallel gradients behind weight gradients")
     if w.d > 1:
         by_microbatch = w.zero_stage == 2 and w.gradient_sharding == "microbatch"

@@ -7,6 +7,7 @@ gradients.py, parameters.py):
 
 * tensor axis: exposed forward; in backward the sum of a column-parallel product's input gradients hides behind the
   weight's GEMM, and the gather of its input behind the input's GEMM; the gather of a row-parallel gradient is exposed.
+  Of frozen weights there is no such GEMM and no such gather, and what adapters exchange is exposed.
 * data axis: the reduction behind the last microbatch's backward (every microbatch's under stage 2), the gather behind
   the first forward; of either one bucket always stays exposed.
 * pipeline, 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): m slots of the slowest stage, and the bubble,
@@ -19,11 +20,11 @@ from dataclasses import dataclass
 
 from hybrid.metrics.flops import flops_per_token
 from hybrid.planner import formulas
-from hybrid.planner.formulas import Gemm
 from hybrid.planner.hardware import Gpu
+from hybrid.planner.layer import Gemm, products
 from hybrid.planner.parameters import owned_elements
 from hybrid.planner.traffic import Transfer, data_transfers, pipeline_transfers
-from hybrid.planner.workload import Recompute, Workload
+from hybrid.planner.workload import LayerKind, Workload
 
 _ACCUMULATE_BYTES = 10
 """Per weight and microbatch: a gradient is read in bf16 and added to an fp32 buffer."""
@@ -131,26 +132,29 @@ class _Clock:
 
 
 def _elementwise_bytes(w: Workload) -> float:
-    """Bytes that norms, residual additions, RoPE and SwiGLU of a layer's forward move."""
+    """Bytes that norms, residual additions, RoPE, SwiGLU and the sums of adapters of a layer's forward move."""
     e, h = w.width, w.model.hidden_size
     norms = 2 * (2 + 3) * w.held_tokens * h * e
     rotary = 2 * (w.local_q + 2 * w.local_kv) * w.tokens * e
-    return norms + rotary + 3 * w.local_mlp * w.tokens * e
+    adapters = sum(3 * product.rows for product in products(w) if product.adapted) * w.tokens * e
+    return norms + rotary + adapters + 3 * w.local_mlp * w.tokens * e
 
 
-def _layer(clock: _Clock, w: Workload, recompute: Recompute) -> _Slot:
+def _layer(clock: _Clock, w: Workload, kind: LayerKind) -> _Slot:
     gemms = formulas.layer_gemms(w)
     moved = clock.elementwise(_elementwise_bytes(w))
     forward = sum(clock.gemm(g) for g in gemms) + clock.attention(backward=False) + moved
-    backward = sum(clock.gemm(b) for g in gemms for b in formulas.backward_gemms(g))
+    backward = sum(clock.gemm(g) for g in formulas.layer_backward_gemms(w, kind.leading))
     backward += clock.attention(backward=True) + 2 * moved
-    weights = sum(g.n * g.k for g in gemms)
-    backward += clock.elementwise(_ACCUMULATE_BYTES * weights)
-    exposed_forward, exposed_backward = _tensor_seconds(clock, w, gemms)
-    if recompute == "full":
+    trained = [
+        g for product in products(w) for g in ([product.gemm(w)] if w.lora is None else product.adapter_gemms(w))
+    ]
+    backward += clock.elementwise(_ACCUMULATE_BYTES * sum(g.n * g.k for g in trained))
+    exposed_forward, exposed_backward = _tensor_seconds(clock, w)
+    if kind.recompute == "full":
         backward += forward
         exposed_backward += exposed_forward
-    elif recompute == "selective":
+    elif kind.recompute == "selective":
         stream = w.held_tokens * w.model.hidden_size * w.width
         backward += clock.elementwise(4 * stream + 3 * w.local_mlp * w.tokens * w.width)
         if not clock.blockwise:
@@ -158,44 +162,51 @@ def _layer(clock: _Clock, w: Workload, recompute: Recompute) -> _Slot:
     return _Slot(forward, backward, exposed_forward, exposed_backward)
 
 
-def _tensor_seconds(clock: _Clock, w: Workload, gemms: list[Gemm]) -> tuple[float, float]:
+def _tensor_seconds(clock: _Clock, w: Workload) -> tuple[float, float]:
     """Exposed seconds of a layer's collectives, forward and backward."""
     if w.t == 1:
         return 0.0, 0.0
-    payload = w.tokens * w.model.hidden_size * w.width
 
-    def seconds(op: str) -> float:
+    def seconds(op: str, width: int) -> float:
+        payload = w.tokens * width * w.width
         return clock.transfer(Transfer(axis="tensor", op=op, group_size=w.t, payload=payload), w.t)
 
-    backward = 0.0
-    for column in (gemms[0], gemms[2]):
-        by_input, by_weight = (clock.gemm(g) for g in formulas.backward_gemms(column))
-        if w.sequence_sharded:
-            backward += max(0.0, seconds("all_gather") - by_input) + max(0.0, seconds("reduce_scatter") - by_weight)
-        else:
-            backward += max(0.0, seconds("all_reduce") - by_weight)
-    if not w.sequence_sharded:
-        return 2 * seconds("all_reduce"), backward
-    exposed = 2 * (seconds("all_gather") + seconds("reduce_scatter"))
-    return exposed, backward + 2 * seconds("all_gather")
+    def gather(width: int) -> float:
+        return seconds("all_gather", width) if w.sequence_sharded else 0.0
+
+    def reduce(width: int) -> float:
+        return seconds("reduce_scatter" if w.sequence_sharded else "all_reduce", width)
+
+    forward = backward = 0.0
+    for product in products(w):
+        there, back = (gather, reduce) if product.column else (reduce, gather)
+        forward += there(w.model.hidden_size)
+        exposed = back(w.model.hidden_size)
+        if product.column and w.lora is None:
+            by_input, by_weight = (clock.gemm(g) for g in formulas.backward_gemms(product.gemm(w)))
+            exposed = max(0.0, exposed - by_weight) + max(0.0, gather(w.model.hidden_size) - by_input)
+        backward += exposed
+        if product.adapted:
+            forward, backward = forward + there(product.rank), backward + back(product.rank)
+    return forward, backward
 
 
 def _stage(clock: _Clock, w: Workload, stage: int) -> _Slot:
     """One microbatch on a stage."""
-    recomputing = w.recomputing(stage)
-    plain, again = _layer(clock, w, "none"), _layer(clock, w, w.recompute)
-    counts = ((plain, w.layers(stage) - recomputing), (again, recomputing))
+    counts = [(_layer(clock, w, kind), count) for kind, count in w.layer_kinds(stage).items()]
     forward = sum(slot.forward * count for slot, count in counts)
     backward = sum(slot.backward * count for slot, count in counts)
     exposed = [sum(slot.forward_tensor * n for slot, n in counts), sum(slot.backward_tensor * n for slot, n in counts)]
     stream = w.held_tokens * w.model.hidden_size * w.width
     if stage == 0:
         forward += clock.elementwise(2 * w.tokens * w.model.hidden_size * w.width)
-        backward += clock.elementwise(4 * w.local_vocab * w.model.hidden_size + 8 * stream)
+        if w.lora is None:
+            backward += clock.elementwise(4 * w.local_vocab * w.model.hidden_size + 8 * stream)
     if stage == w.p - 1:
         logits = w.tokens * w.local_vocab
         forward += sum(clock.gemm(g) for g in formulas.head_gemms(w)) + clock.elementwise((6 * w.width + 8) * logits)
-        backward += clock.elementwise(14 * w.local_vocab * w.model.hidden_size)
+        if w.lora is None:
+            backward += clock.elementwise(14 * w.local_vocab * w.model.hidden_size)
     return _Slot(forward, backward, *exposed)
 
 
@@ -237,5 +248,5 @@ def estimate(w: Workload, gpu: Gpu, practice: Practice = PLAIN) -> Estimate:
     )
     world = w.parallel.world_size
     rate = w.step_tokens / time.total / world
-    flops = rate * flops_per_token(w.model, w.seq_length)
+    flops = rate * flops_per_token(w.model, w.seq_length, frozen=w.lora is not None)
     return Estimate(time=time, tokens_per_second=rate, tflops=flops / 1e12, mfu=flops / gpu.matrix_flops)

@@ -24,35 +24,30 @@ weights, of which a rank has 1/t. Causal attention multiplies T s / 2 pairs of p
 2 T s q forward, of which a rank has 1/t. Backward repeats every GEMM twice (gradients of input and weight), and
 blockwise attention 2.5 times (the scores once more, and four products; Dao et al. 2022, algorithm 4).
 
+Adapters of rank r (Hu et al. 2021, arXiv:2106.09685) on n of a product's projections multiply T' or T rows with its
+input's width n r, and as many with r for each row of them. Frozen weights have no gradient, so that it is an adapter
+that keeps a product's input, and n r T e of its own (n r T' e behind attention and MLP); with dropout it keeps what is
+left of the input, even under `selective`, and the mask, a byte an element. The first layer's gradients end at its
+first adapter, and so does what is kept for them.
+
 Rows of packed documents multiply fewer pairs, and keep the same where one kernel takes them all, else q T e / t more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hybrid.planner.layer import Gemm, Product, inputs_wanted, products
 from hybrid.planner.workload import Recompute, Workload
 from hybrid.tensor_parallel.chunks import default_chunk_tokens, keeps_logits
 
 ATTENTION_BACKWARD = 2.5
 """Operations of blockwise attention's backward over its forward's."""
+_O = 1
+"""The product behind attention."""
+_MASK_BYTES = 1
+"""Per element that an adapter's dropout may drop, on GPUs."""
 
 
-@dataclass(frozen=True)
-class Gemm:
-    """`count` products of [m, k] and [k, n]."""
-
-    m: int
-    n: int
-    k: int
-    count: int = 1
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k * self.count
-
-
-def layer_activations(w: Workload, recompute: Recompute) -> int:
+def layer_activations(w: Workload, recompute: Recompute, leading: bool = False) -> int:
     """Bytes a decoder layer keeps of one microbatch."""
     tokens, held, e = w.tokens, w.held_tokens, w.width
     stream = held * w.model.hidden_size * e
@@ -60,16 +55,38 @@ def layer_activations(w: Workload, recompute: Recompute) -> int:
         return stream
     heads = w.model.num_attention_heads // w.t
     attention = (2 * w.local_q + 2 * w.local_kv) * tokens * e + 4 * heads * tokens
-    mlp = 2 * w.local_mlp * tokens * e
-    kept = 2 * stream + 8 * held + attention + mlp
-    if recompute == "selective":
-        return kept
-    return kept + 2 * stream + w.local_mlp * tokens * e
+    made_from = (stream, attention, stream, 2 * w.local_mlp * tokens * e)
+    scale = 4 * held
+    kept = 0
+    for index, (product, wanted) in enumerate(zip(products(w), inputs_wanted(w, leading), strict=True)):
+        again = recompute == "selective" and index != _O
+        if wanted:
+            kept += made_from[index] + scale * product.column
+        elif again and product.adapted:
+            kept += made_from[index]  # to make the product's input from
+        kept += _input_kept(w, product, wanted=wanted, again=again, attention=index == _O)
+    return kept
+
+
+def _input_kept(w: Workload, product: Product, *, wanted: bool, again: bool, attention: bool) -> int:
+    """Bytes kept of a product's input, for the gradient of the weight or of A, and of its adapter's own for that of B.
+
+    Attention keeps its output in any case, if its gradient is wanted; `again`: the input is computed again.
+    """
+    size = product.input_elements(w)
+    if w.lora is None:
+        return 0 if again or attention else size * w.width
+    if not product.adapted:
+        return 0
+    inner = (w.tokens if product.column else w.held_tokens) * product.rank * w.width
+    if w.lora.dropout:
+        return inner + size * (w.width + _MASK_BYTES * wanted)
+    return inner + (0 if again or (attention and wanted) else size * w.width)
 
 
 def embedding_activations(w: Workload) -> int:
-    """Bytes the embedding keeps: each token's row (int64), and whether another rank holds it."""
-    return 9 * w.tokens
+    """Bytes a trained embedding keeps: each token's row (int64), and whether another rank holds it."""
+    return 9 * w.tokens if w.lora is None else 0
 
 
 def final_norm_activations(w: Workload) -> int:
@@ -82,15 +99,21 @@ def rope_tables(w: Workload) -> int:
     return 2 * 4 * w.seq_length * w.model.head_dim
 
 
+def logits_kept(w: Workload) -> bool:
+    """Whether the fused loss holds the logits until its backward, which is never of a head that is frozen."""
+    return w.lora is None and keeps_logits(w.tokens, w.model.hidden_size)
+
+
 def head_kept(w: Workload) -> int:
     """Bytes the fused loss holds from its forward to its backward: all logits, or the gradients.
 
     The logits are fp32, with the hidden states they come from and, for each token, two sums of the softmax, its label's
-    column (int64) and two masks. The gradients are that of the hidden states, and the weight's in fp32.
+    column (int64) and two masks. The gradients are that of the hidden states, and a trained weight's in fp32.
     """
-    if keeps_logits(w.tokens, w.model.hidden_size):
+    if logits_kept(w):
         return w.tokens * (w.model.hidden_size * w.width + 4 * w.local_vocab + 18)
-    return w.held_tokens * w.model.hidden_size * w.width + 4 * w.local_vocab * w.model.hidden_size
+    weight = 4 * w.local_vocab * w.model.hidden_size if w.lora is None else 0
+    return w.held_tokens * w.model.hidden_size * w.width + weight
 
 
 def head_transient(w: Workload) -> int:
@@ -99,12 +122,12 @@ def head_transient(w: Workload) -> int:
     Where it keeps the logits: in forward those of the model's dtype beside them; in backward their gradient, which in
     half precision takes their place, that of the hidden states, whole and of this rank, those states scaled, and the
     weight's. Else: in forward the gathered hidden states, their gradient before it is reduced, and a chunk's logits in
-    fp32 and once more in the model's dtype; in backward the weight's gradient in the model's dtype.
+    fp32 and once more in the model's dtype; in backward a trained weight's gradient in the model's dtype.
     """
     full = w.tokens * w.model.hidden_size * w.width
     half = w.width < 4
-    weight = w.width * w.local_vocab * w.model.hidden_size
-    if keeps_logits(w.tokens, w.model.hidden_size):
+    weight = w.width * w.local_vocab * w.model.hidden_size if w.lora is None else 0
+    if logits_kept(w):
         logits = w.width * w.tokens * w.local_vocab
         scattered = full // w.t if w.sequence_sharded else 0
         return max(half * logits, 2 * full + scattered + weight - half * (4 - w.width) * w.tokens * w.local_vocab)
@@ -115,7 +138,7 @@ def head_transient(w: Workload) -> int:
 
 def loss_chunks(w: Workload) -> list[int]:
     """Tokens of each chunk of the fused loss, which is one where it keeps the logits."""
-    if keeps_logits(w.tokens, w.model.hidden_size):
+    if logits_kept(w):
         return [w.tokens]
     size = default_chunk_tokens(w.tokens, w.local_vocab)
     full, rest = divmod(w.tokens, size)
@@ -126,24 +149,37 @@ def layer_transient(w: Workload) -> int:
     """Bytes a layer's backward needs at most beside what is kept: that of the MLP.
 
     The gradients of the output (gathered under sequence parallelism) and of the product, the gradient of gate and up
-    with one intermediate, or then the gathered input beside it, and a weight's gradient.
+    with one intermediate, or then the gathered input beside it, and a trained weight's gradient.
     """
     tokens, e, h, f = w.tokens, w.width, w.model.hidden_size, w.local_mlp
     stream = tokens * h * e
     activation = stream * (2 if w.sequence_sharded else 1) + 5 * f * tokens * e
+    if w.lora is not None:
+        return activation
     product = stream * (3 if w.sequence_sharded else 2) + 2 * f * tokens * e + 2 * f * h * e
     return max(activation, product)
-
-
-def layer_gemms(w: Workload) -> list[Gemm]:
-    """The four products of a layer's forward on one rank."""
-    tokens, h, q, kv, f = w.tokens, w.model.hidden_size, w.local_q, w.local_kv, w.local_mlp
-    return [Gemm(tokens, q + 2 * kv, h), Gemm(tokens, h, q), Gemm(tokens, 2 * f, h), Gemm(tokens, h, f)]
 
 
 def backward_gemms(gemm: Gemm) -> list[Gemm]:
     """The gradients of the input and of the weight."""
     return [Gemm(gemm.m, gemm.k, gemm.n, gemm.count), Gemm(gemm.n, gemm.k, gemm.m, gemm.count)]
+
+
+def layer_gemms(w: Workload) -> list[Gemm]:
+    """The products of a layer's forward on one rank: its four, and those of adapters."""
+    return [gemm for product in products(w) for gemm in (product.gemm(w), *product.adapter_gemms(w))]
+
+
+def layer_backward_gemms(w: Workload, leading: bool = False) -> list[Gemm]:
+    """The products of a layer's backward: the gradients of inputs that are wanted, and of weights that are trained."""
+    gemms = []
+    for product, wanted in zip(products(w), inputs_wanted(w, leading), strict=True):
+        by_input, by_weight = backward_gemms(product.gemm(w))
+        gemms += [by_input] * wanted + [by_weight] * (w.lora is None)
+        for index, gemm in enumerate(product.adapter_gemms(w)):
+            by_input, by_weight = backward_gemms(gemm)
+            gemms += [by_input] * (wanted or index > 0) + [by_weight]
+    return gemms
 
 
 def attention_flops(w: Workload) -> int:
@@ -152,28 +188,27 @@ def attention_flops(w: Workload) -> int:
 
 
 def head_gemms(w: Workload) -> list[Gemm]:
-    """The head's three products, all of them made in forward, chunk by chunk."""
+    """The head's products, all of them made in forward, chunk by chunk: three, or two if its weight is frozen."""
     h, v = w.model.hidden_size, w.local_vocab
     gemms = []
     for size in sorted(set(loss_chunks(w))):
         forward = Gemm(size, v, h, loss_chunks(w).count(size))
-        gemms += [forward, *backward_gemms(forward)]
+        by_input, by_weight = backward_gemms(forward)
+        gemms += [forward, by_input] + [by_weight] * (w.lora is None)
     return gemms
 
 
-def layer_flops(w: Workload, recompute: Recompute = "none") -> float:
+def layer_flops(w: Workload, recompute: Recompute = "none", leading: bool = False) -> float:
     """Operations of one layer on one rank, forward and backward, what `full` repeats included."""
-    forward = sum(gemm.flops for gemm in layer_gemms(w))
-    passes = 4 if recompute == "full" else 3
-    extra = 2.0 if recompute == "full" else 1.0
-    return passes * forward + (extra + ATTENTION_BACKWARD) * attention_flops(w)
+    forward = sum(gemm.flops for gemm in layer_gemms(w)) + attention_flops(w)
+    backward = sum(gemm.flops for gemm in layer_backward_gemms(w, leading))
+    attention = ATTENTION_BACKWARD * inputs_wanted(w, leading)[_O] * attention_flops(w)
+    return (2 if recompute == "full" else 1) * forward + backward + attention
 
 
 def stage_flops(w: Workload, stage: int) -> float:
     """Operations of one microbatch on one rank of a stage, as the device does them."""
-    recomputing = w.recomputing(stage)
-    plain = w.layers(stage) - recomputing
-    flops = recomputing * layer_flops(w, w.recompute) + plain * layer_flops(w)
+    flops = sum(count * layer_flops(w, *kind) for kind, count in w.layer_kinds(stage).items())
     if stage == w.p - 1:
         flops += sum(gemm.flops for gemm in head_gemms(w))
     return flops

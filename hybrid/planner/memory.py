@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from hybrid.pipeline.rounds import SENDS_AHEAD
 from hybrid.planner import formulas
-from hybrid.planner.parameters import bucket_sizes, owned_elements
+from hybrid.planner.parameters import bucket_sizes, frozen_elements, owned_elements
 from hybrid.planner.workload import BYTES, Workload
 
 _BUFFERS = 2
@@ -18,6 +18,9 @@ class RankMemory:
     """Bytes at the fullest moment of a step."""
 
     parameters: int
+    """Those that are trained."""
+    frozen: int
+    """Weights that are not."""
     gradients: int
     states: int
     """Master weights and moments; of an fp32 model the moments alone."""
@@ -40,7 +43,7 @@ class RankMemory:
     @property
     def held(self) -> int:
         """What stays between steps."""
-        return self.parameters + self.gradients + self.states + self.buckets
+        return self.parameters + self.frozen + self.gradients + self.states + self.buckets
 
     def to_dict(self) -> dict[str, int]:
         """The parts and their total."""
@@ -48,9 +51,9 @@ class RankMemory:
 
 
 def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, int]:
-    """`parameters`, `gradients`, `states` and `buckets` of a rank, exactly, alignment included.
+    """`parameters`, `frozen`, `gradients`, `states` and `buckets` of a rank, exactly, alignment included.
 
-    With N elements in the buckets and d data-parallel ranks, in bf16 with Adam: parameters 2 N; gradients 4 N in a
+    With N trained elements in the buckets, d data-parallel ranks, bf16 and Adam: parameters 2 N; gradients 4 N in a
     full fp32 buffer, or 4 N / d where every microbatch is reduced; states 12 N / d (d = 1 under stage 0). The table of
     Rajbhandari et al. 2020 (arXiv:1910.02054, section 3) with fp32 gradients.
     """
@@ -60,6 +63,7 @@ def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, i
     kinds = w.optimizer_states + (0 if w.precision == "fp32" else 1)
     return {
         "parameters": w.width * sizes.total,
+        "frozen": w.width * frozen_elements(w, stage),
         "gradients": 4 * (sizes.shard if by_microbatch else sizes.total),
         "states": 4 * kinds * owned,
         "buckets": _BUFFERS * BYTES[w.wire] * sizes.largest if by_microbatch else 0,
@@ -68,10 +72,7 @@ def optimizer_memory(w: Workload, stage: int, data_rank: int = 0) -> dict[str, i
 
 def microbatch_activations(w: Workload, stage: int, chunk: int = 0) -> int:
     """Bytes a rank keeps of a microbatch between forward and backward of one of its stages; the fused loss's aside."""
-    layers = w.chunk_layers(stage)
-    recomputing = min(max(0, w.recomputing(stage) - sum(layers[:chunk])), layers[chunk])
-    plain = layers[chunk] - recomputing
-    kept = recomputing * formulas.layer_activations(w, w.recompute) + plain * formulas.layer_activations(w, "none")
+    kept = sum(count * formulas.layer_activations(w, *kind) for kind, count in w.layer_kinds(stage, chunk).items())
     if stage == 0 and chunk == 0:
         kept += formulas.embedding_activations(w)
     if stage == w.p - 1 and chunk == w.chunks - 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid.optim.layout import BucketLayout, build_layout
+from hybrid.planner.layer import products
 from hybrid.planner.workload import Workload
 
 Axis = Literal["sequence", "kv", "tied"]
@@ -48,6 +49,24 @@ def _layer(w: Workload) -> Iterator[Parameter]:
         yield norm
 
 
+def _adapters(w: Workload) -> Iterator[Parameter]:
+    """The matrices A and B of a decoder layer, product by product; the one that is not cut is held whole."""
+    assert w.lora is not None, "a run without adapters trains its weights"
+    shared: Axis | None = "sequence" if w.sequence_sharded else None
+    for product in products(w):
+        if not product.adapted:
+            continue
+        a, b = product.rank * product.width, w.lora.r * sum(product.adapted.values())
+        whole = (0, a if product.column else b)
+        if product.column:
+            kv = w.lora.r * sum(product.adapted.get(name, 0) for name in ("k_proj", "v_proj"))
+            yield Parameter(a, whole, shared)
+            yield Parameter(b, (b - kv, b), "kv" if w.model.num_key_value_heads < w.t else None)
+        else:
+            yield Parameter(a)
+            yield Parameter(b, whole, shared)
+
+
 def _vocabulary(w: Workload, tensor_rank: int) -> Parameter:
     """The embedding or the head."""
     h, rows = w.model.hidden_size, w.local_vocab
@@ -57,8 +76,8 @@ def _vocabulary(w: Workload, tensor_rank: int) -> Parameter:
     return Parameter(rows * h, (0, true_rows * h), "tied")
 
 
-def stage_parameters(w: Workload, stage: int, tensor_rank: int = 0) -> list[Parameter]:
-    """The parameters of a stage in forward order; a shared one at its first use."""
+def _weights(w: Workload, stage: int, tensor_rank: int = 0) -> list[Parameter]:
+    """The model's parameters of a stage in forward order; a shared one at its first use."""
     h = w.model.hidden_size
     parameters = []
     if stage == 0:
@@ -71,13 +90,25 @@ def stage_parameters(w: Workload, stage: int, tensor_rank: int = 0) -> list[Para
     return parameters
 
 
+def stage_parameters(w: Workload, stage: int, tensor_rank: int = 0) -> list[Parameter]:
+    """The parameters that a rank trains, in forward order: the adapters, or without them the model's."""
+    if w.lora is not None:
+        return list(_adapters(w)) * w.layers(stage)
+    return _weights(w, stage, tensor_rank)
+
+
 def num_stage_parameters(w: Workload, stage: int) -> int:
-    """Elements of a rank's parameters, vocabulary padding included."""
+    """Elements that a rank trains, vocabulary padding included."""
     return sum(parameter.numel for parameter in stage_parameters(w, stage))
 
 
+def frozen_elements(w: Workload, stage: int) -> int:
+    """Elements that a rank holds and does not train, vocabulary padding included."""
+    return 0 if w.lora is None else sum(parameter.numel for parameter in _weights(w, stage))
+
+
 def largest_stage(w: Workload) -> int:
-    """Elements of the parameters of the rank that has most."""
+    """Elements that the rank that has most of them trains."""
     return max(num_stage_parameters(w, stage) for stage in range(w.p))
 
 
@@ -86,12 +117,15 @@ class _Kind:
     """What a stage's buckets depend on."""
 
     layer: tuple[int, ...]
+    """Sizes of what is trained of a layer."""
     layers: tuple[int, ...]
     """Of each stage of the rank."""
     vocabulary: int
     hidden: int
     first: bool
+    """The embedding is trained here."""
     last: bool
+    """Final norm and head are."""
     tied: bool
     bucket_size: int
     shards: int
@@ -121,13 +155,14 @@ def _layout(kind: _Kind) -> BucketLayout:
 
 
 def _kind(w: Workload, stage: int) -> _Kind:
+    trained, whole = (_layer(w), True) if w.lora is None else (_adapters(w), False)
     return _Kind(
-        layer=tuple(parameter.numel for parameter in _layer(w)),
+        layer=tuple(parameter.numel for parameter in trained),
         layers=w.chunk_layers(stage),
         vocabulary=w.local_vocab * w.model.hidden_size,
         hidden=w.model.hidden_size,
-        first=stage == 0,
-        last=stage == w.p - 1,
+        first=whole and stage == 0,
+        last=whole and stage == w.p - 1,
         tied=w.model.tie_word_embeddings,
         bucket_size=w.bucket_size,
         shards=w.d if w.zero_stage > 0 else 1,
@@ -156,7 +191,7 @@ def _sizes(kind: _Kind) -> BucketSizes:
     return BucketSizes(
         total=sum(bucket.numel for bucket in buckets),
         shard=sum(bucket.shard_numel for bucket in buckets),
-        largest=max(bucket.numel for bucket in buckets),
+        largest=max((bucket.numel for bucket in buckets), default=0),
     )
 
 

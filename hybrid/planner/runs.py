@@ -31,6 +31,7 @@ def workload_of(run: RunConfig) -> Workload:
         wire=run.communication_dtype,
         optimizer_states=_OPTIMIZER_STATES.get(run.optimizer_type.lower(), 1 if momentum else 0),
         overlap=options.overlap,
+        lora=run.hybrid.lora,
     )
     policy = choose_policy(
         options.gradient_sharding,

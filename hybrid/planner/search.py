@@ -13,6 +13,7 @@ from hybrid.config.layout import balanced_split, tensor_parallel_sizes
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig
 from hybrid.config.run import Precision
+from hybrid.config.training import LoraConfig
 from hybrid.planner.estimate import PLAIN, Estimate, Practice, estimate
 from hybrid.planner.hardware import Gpu
 from hybrid.planner.memory import RankMemory, fullest_stage
@@ -66,6 +67,7 @@ class Request:
     precision: Precision = "bf16"
     optimizer_states: int = 2
     wire: Precision = "fp32"
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def _with_batches(request: Request, t: int, p: int, excluded: Counter[str]) -> I
             bucket_size=max(40_000_000, 1_000_000 * d),
             wire=request.wire,
             optimizer_states=request.optimizer_states,
+            lora=request.lora,
         )
 
 

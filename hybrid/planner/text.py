@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hybrid.config.model import num_parameters
+from hybrid.config.training import LoraConfig
 from hybrid.planner.published import Comparison, reported_speedups
 from hybrid.planner.search import RESERVE_GIB, Candidate, Found, Request
 from hybrid.planner.workload import Workload
@@ -34,6 +35,11 @@ def layout_name(w: Workload) -> str:
     return f"TP{w.t}{'+SP' if w.sequence_sharded else ''} PP{w.p}{chunks} DP{w.d}"
 
 
+def trained_name(lora: LoraConfig | None) -> str:
+    """`all weights`, or `LoRA of rank 8 on 7 projections`."""
+    return "all weights" if lora is None else f"LoRA of rank {lora.r} on {counted(len(lora.targets), 'projection')}"
+
+
 def stage_name(w: Workload, stage: int) -> str:
     """What a pipeline rank holds: `stage 0`, or interleaved `stages 0, 2`."""
     stages = w.stages_of(stage)
@@ -50,7 +56,16 @@ def memory_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
     rows = [[*head, "working", "total", "GiB"]]
     for c in candidates:
         m, w = c.memory, c.workload
-        parts = (m.parameters, m.gradients, m.states, m.buckets + m.wire, m.activations, m.logits, m.working, m.total)
+        parts = (
+            m.parameters + m.frozen,
+            m.gradients,
+            m.states,
+            m.buckets + m.wire,
+            m.activations,
+            m.logits,
+            m.working,
+            m.total,
+        )
         sizes = [f"{part / _GIB:.1f}" for part in parts]
         rows.append(
             [layout_name(w), _gradients(w), w.recompute, str(w.micro_batch_size), *sizes, stage_name(w, c.stage)]
@@ -76,7 +91,8 @@ def describe_search(request: Request, found: Found, top: int) -> list[str]:
     gpu, model = request.gpu, request.model
     lines = [
         f"{num_parameters(model) / 1e9:.1f} B parameters on {request.gpus} x {gpu.name}, "
-        f"{counted(request.global_batch, 'sample')} of {request.seq_length} tokens a step, {request.precision}",
+        f"{counted(request.global_batch, 'sample')} of {request.seq_length} tokens a step, {request.precision}, "
+        f"training {trained_name(request.lora)}",
         f"a rank may use {gpu.memory_gib - RESERVE_GIB:.1f} of {gpu.memory_gib} GiB "
         f"({RESERVE_GIB:g} GiB for CUDA, NCCL and fragments)",
         "",

@@ -7,12 +7,14 @@ Per microbatch, with the payload T h e of the hidden states (see formulas.py):
     with sequence parallelism (Korthikanti et al. 2022, section 4.2.2): each all-reduce becomes a reduce-scatter and an
         all-gather, and the backward gathers the inputs of the two column-parallel products once more.
     the loss: per chunk of n tokens a maximum (4 n bytes) and a sum (8 n bytes) over the vocabulary's ranks.
+    adapters of n projections of a product and rank r: what its activations do, T n r e wide, in each direction. The
+        backward of frozen weights gathers no inputs, and nothing before the first adapter has a gradient.
     pipeline: T' h e forward to the next stage, as many back, for each stage that a rank holds.
 
-Per step, with the buckets' N elements: the data-parallel axis moves 4 N (fp32 gradients) into a reduce-scatter, once
-or once a microbatch, and e N out of an all-gather; stage 0 an all-reduce of 4 N. What replicas hold in parts (norms
-under sequence parallelism, replicated key/value heads, tied embeddings) is summed once on the reduced shards. One
-all-reduce of six fp64 numbers over the world carries norm, overflow, loss and flags.
+Per step, with the buckets' N trained elements: the data-parallel axis moves 4 N (fp32 gradients) into a reduce-scatter,
+once or once a microbatch, and e N out of an all-gather; stage 0 an all-reduce of 4 N. What replicas hold in parts
+(under sequence parallelism norms and what is whole of adapters, replicated key/value heads, tied embeddings) is summed
+once on the reduced shards. One all-reduce of six fp64 numbers over the world carries norm, overflow, loss and flags.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from dataclasses import dataclass
 
 from hybrid.config.parallel import kv_replicas
 from hybrid.planner.formulas import loss_chunks
+from hybrid.planner.layer import inputs_wanted, products
 from hybrid.planner.parameters import bucket_layout, stage_parameters
-from hybrid.planner.workload import BYTES, Workload
+from hybrid.planner.workload import BYTES, LayerKind, Workload
 
 _STEP_NUMBERS = 6
 """fp64: square sum, overflow, loss, tokens, and two flags of the run."""
@@ -54,35 +57,44 @@ class Transfer:
         return _PASSES[self.op] * (self.group_size - 1) / self.group_size * self.payload * self.count
 
 
-def layer_collectives(w: Workload, *, recomputed: bool) -> dict[str, Counter[str]]:
-    """Collectives of the hidden states that one layer issues in `forward` and in `backward`."""
+def layer_collectives(w: Workload, kind: LayerKind) -> Counter[tuple[str, int]]:
+    """(operator, payload) of what one layer issues on the tensor axis in a microbatch."""
     if w.t == 1:
-        return {"forward": Counter(), "backward": Counter()}
-    if w.sequence_sharded:
-        forward = Counter(all_gather=2, reduce_scatter=2)
-        backward = Counter(all_gather=4, reduce_scatter=2)
-    else:
-        forward, backward = Counter(all_reduce=2), Counter(all_reduce=2)
-    return {"forward": forward, "backward": backward + forward if recomputed else backward}
+        return Counter()
+    gather, reduce = ("all_gather", "reduce_scatter") if w.sequence_sharded else ("", "all_reduce")
+    forward: Counter[tuple[str, int]] = Counter()
+    backward: Counter[tuple[str, int]] = Counter()
+    hidden = w.tokens * w.model.hidden_size * w.width
+    for product, wanted in zip(products(w), inputs_wanted(w, kind.leading), strict=True):
+        there, back = (gather, reduce) if product.column else (reduce, gather)
+        forward[there, hidden] += 1
+        backward[back, hidden] += wanted
+        backward[gather, hidden] += product.column and w.lora is None
+        if product.adapted:
+            inner = w.tokens * product.rank * w.width
+            forward[there, inner] += 1
+            backward[back, inner] += 1
+    issued = backward + forward + (forward if kind.recompute == "full" else Counter())
+    return Counter({key: count for key, count in issued.items() if key[0]})
 
 
 def tensor_transfers(w: Workload, stage: int) -> list[Transfer]:
     """What a rank moves on the tensor axis in one microbatch."""
     if w.t == 1:
         return []
-    counts: Counter[str] = Counter()
-    recomputing = w.recomputing(stage) if w.recompute == "full" else 0
-    for index in range(w.layers(stage)):
-        for part in layer_collectives(w, recomputed=index < recomputing).values():
-            counts += part
-    sharded = w.sequence_sharded
-    if stage == 0:
-        counts += Counter(reduce_scatter=1, all_gather=1) if sharded else Counter(all_reduce=1)
-    last = stage == w.p - 1
-    if last:
-        counts += Counter(all_gather=1, reduce_scatter=1) if sharded else Counter(all_reduce=1)
-    hidden = w.tokens * w.model.hidden_size * w.width
-    transfers = [_tensor(w, op, hidden, count) for op, count in sorted(counts.items())]
+    counts: Counter[tuple[str, int]] = Counter()
+    for kind, layers in w.layer_kinds(stage).items():
+        for key, count in layer_collectives(w, kind).items():
+            counts[key] += layers * count
+    last, hidden = stage == w.p - 1, w.tokens * w.model.hidden_size * w.width
+    ends = (stage == 0) + last
+    if w.sequence_sharded:
+        counts["reduce_scatter", hidden] += ends
+        # Of the loss forward; of the embedding backward, if it is trained.
+        counts["all_gather", hidden] += last + (stage == 0 and w.lora is None)
+    else:
+        counts["all_reduce", hidden] += ends
+    transfers = [_tensor(w, op, payload, count) for (op, payload), count in sorted((+counts).items())]
     if last:
         for size, count in sorted(Counter(loss_chunks(w)).items()):
             transfers += [_tensor(w, "all_reduce", 4 * size, count), _tensor(w, "all_reduce", 8 * size, count)]

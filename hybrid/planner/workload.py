@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig, kv_replicas, padded_vocab_size
 from hybrid.config.run import Precision
+from hybrid.config.training import LoraConfig
 from hybrid.optim.policy import GradientSharding
 from hybrid.pipeline.rounds import pipeline_rounds
 
 Recompute = Literal["none", "selective", "full"]
 
 BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class LayerKind(NamedTuple):
+    """What a decoder layer's cost depends on."""
+
+    recompute: Recompute
+    leading: bool
+    """Nothing before it is trained, so that its input needs no gradient: the first layer under adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,8 @@ class Workload:
     optimizer_states: int = 2
     """fp32 numbers the optimizer keeps per weight, beside the master copy."""
     overlap: bool = True
+    lora: LoraConfig | None = None
+    """The adapters, which alone are trained then; None where all weights are."""
 
     @property
     def t(self) -> int:
@@ -127,6 +139,19 @@ class Workload:
             return 0
         layers = self.layers(stage)
         return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
+
+    def layer_kinds(self, stage: int, chunk: int | None = None) -> Counter[LayerKind]:
+        """The layers of a rank by kind, or those of one of its stages."""
+        held = self.chunk_layers(stage)
+        before, layers = (0, sum(held)) if chunk is None else (sum(held[:chunk]), held[chunk])
+        recomputing = min(max(0, self.recomputing(stage) - before), layers)
+        kinds = Counter({LayerKind("none", False): layers - recomputing})
+        kinds[LayerKind(self.recompute, False)] += recomputing
+        if self.lora is not None and stage == before == 0:
+            first = self.recompute if recomputing else "none"
+            kinds[LayerKind(first, False)] -= 1
+            kinds[LayerKind(first, True)] += 1
+        return +kinds
 
     def in_flight(self, stage: int) -> list[tuple[int, ...]]:
         """Microbatches whose activations a rank holds for each of its stages, after one or another forward.

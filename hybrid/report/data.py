@@ -32,7 +32,7 @@ class RankRow:
     rank: int
     stage: int
     measured: dict[str, int]
-    """Bytes of `parameters`, `gradients`, `states`, `buckets`."""
+    """Bytes of `parameters`, `frozen` ones, `gradients`, `states`, `buckets`."""
     peak: int | None
     """Most bytes it has held; None where that was not written down."""
 
@@ -50,6 +50,12 @@ class RunData:
     traffic: Traffic
     timelines: dict[int, dict[int, tuple[int, list[Event]]]]
     """step -> rank -> (stage, events)."""
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """What a rank holds between steps, by name; `frozen` weights where there are any."""
+        frozen = ("frozen",) if self.workload.lora is not None else ()
+        return ("parameters", *frozen, "gradients", "states", "buckets")
 
     def planned_memory(self, stage: int) -> RankMemory:
         """What the planner expects of a rank of a stage."""
@@ -116,10 +122,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _ranks(summary: Mapping[str, Any]) -> list[RankRow]:
     by_rank: Sequence[Mapping[str, Any]] = summary.get("ranks", [])
-    rows = [
-        RankRow(rank=r["rank"], stage=r["stage"], measured=r["memory_bytes"], peak=r.get("peak_memory_bytes"))
+    if not by_rank and "memory_bytes" in summary:
+        by_rank = [{"rank": 0, "stage": 0, "memory_bytes": summary["memory_bytes"]}]
+    return [
+        RankRow(
+            rank=r["rank"],
+            stage=r["stage"],
+            measured={"frozen": 0, **r["memory_bytes"]},  # older runs did not write it down
+            peak=r.get("peak_memory_bytes"),
+        )
         for r in by_rank
     ]
-    if not rows and "memory_bytes" in summary:
-        rows = [RankRow(rank=0, stage=0, measured=summary["memory_bytes"], peak=None)]
-    return rows

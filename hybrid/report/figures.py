@@ -22,6 +22,7 @@ _STYLES = ("-", "--", "-.")
 """Of the first run's line and the later ones', which let it be seen where they coincide."""
 _PARTS = {
     "parameters": "#1f6f8b",
+    "frozen": "#8fb7c5",
     "gradients": "#5a8f3c",
     "states": "#d1603d",
     "buckets": "#b8860b",
@@ -103,9 +104,10 @@ def memory(run: RunData) -> Figure | None:
     labels, ticks = [], []
     for position, row in enumerate(run.ranks):
         planned = run.planned_memory(row.stage)
-        parts = {key: getattr(planned, key) for key in ("parameters", "gradients", "states", "buckets", "activations")}
+        parts = {key: getattr(planned, key) for key in (*run.held, "activations")}
         parts["working"] = planned.total - sum(parts.values())
-        for offset, values in ((-0.2, parts), (0.2, row.measured)):
+        measured = {key: row.measured[key] for key in run.held}
+        for offset, values in ((-0.2, parts), (0.2, measured)):
             left = 0.0
             for key, value in values.items():
                 axes.barh(position + offset, value / size, 0.36, left=left, color=_PARTS[key])
@@ -121,8 +123,9 @@ def memory(run: RunData) -> Figure | None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"{unit} (measured: what stays between steps; | the most the device has held)")
-    axes.legend(handles=[Patch(color=color, label=key) for key, color in _PARTS.items()], frameon=False, fontsize=8,
-                ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # fmt: skip
+    shown = (*run.held, "activations", "working")
+    axes.legend(handles=[Patch(color=_PARTS[key], label=key) for key in shown], frameon=False, fontsize=8,
+                ncols=len(shown), loc="lower center", bbox_to_anchor=(0.5, 1.0))  # fmt: skip
     return figure
 
 

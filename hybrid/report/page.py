@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from hybrid.config.model import num_parameters
 from hybrid.metrics.timeline import busy_seconds, find_straggler
 from hybrid.planner.memory import fullest_stage
-from hybrid.planner.text import layout_name, stage_name
+from hybrid.planner.text import layout_name, stage_name, trained_name
 from hybrid.report import figures
 from hybrid.report.data import RunData
 
@@ -93,6 +93,7 @@ def summary_rows(runs: Sequence[RunData]) -> list[list[str]]:
     rows = [["", *(run.name for run in runs)]]
     columns: dict[str, list[str]] = {
         "parameters": [f"{num_parameters(r.config.model):,}" for r in runs],
+        "trained": [trained_name(r.workload.lora) for r in runs],
         "layout": [layout_name(r.workload) for r in runs],
         "precision, ZeRO": [f"{r.config.precision}, {r.config.zero_stage}" for r in runs],
         "recompute": [r.workload.recompute for r in runs],
@@ -114,15 +115,12 @@ def summary_rows(runs: Sequence[RunData]) -> list[list[str]]:
 
 def memory_rows(run: RunData) -> list[list[str]]:
     """What the optimizer of each rank holds, in bytes: planned, measured."""
-    rows = [["rank", "stage", *(f"{key} {kind}" for key in _HELD for kind in ("planned", "measured"))]]
+    rows = [["rank", "stage", *(f"{key} {kind}" for key in run.held for kind in ("planned", "measured"))]]
     for row in run.ranks:
         planned = run.planned_memory(row.stage)
-        cells = [f"{value:,}" for key in _HELD for value in (getattr(planned, key), row.measured[key])]
+        cells = [f"{value:,}" for key in run.held for value in (getattr(planned, key), row.measured[key])]
         rows.append([str(row.rank), ", ".join(map(str, run.workload.stages_of(row.stage))), *cells])
     return rows
-
-
-_HELD = ("parameters", "gradients", "states", "buckets")
 
 
 def write_report(runs: Sequence[RunData], output: Path) -> list[Path]:

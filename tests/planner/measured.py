@@ -10,6 +10,7 @@ from support.llama import make_batches, make_engine, my_batches, small_config
 from support.tracer import Tracer
 
 from hybrid.config.parallel import ParallelConfig, split_layers
+from hybrid.config.training import LoraConfig
 from hybrid.metrics.meter import TrafficMeter
 from hybrid.optim.state import memory_bytes
 from hybrid.planner.workload import Workload
@@ -30,7 +31,8 @@ Case = dict[str, Any]
 def case(tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> Case:
     """One layout of the small model; `model` changes its shape."""
     defaults = {"sp": False, "chunks": 1, "stage": 1, "recompute": "none", "micro_batches": 2, "batch": 1,
-                "dtype": "bf16", "wire": "fp32", "gradient_sharding": "step", "model": {}, "seq": SEQ}  # fmt: skip
+                "dtype": "bf16", "wire": "fp32", "gradient_sharding": "step", "model": {}, "seq": SEQ,
+                "lora": None}  # fmt: skip
     return {**defaults, "tp": tp, "pp": pp, "dp": dp, **changes}
 
 
@@ -40,9 +42,15 @@ def case_name(c: Case) -> str:
         str(c[k]) for k in ("recompute", "dtype", "wire") if c[k] not in ("none", "bf16", "fp32")
     ]
     model = "".join(f"-{k}{v}" for k, v in c["model"].items())
+    adapters = f"-lora {c['lora']}" if c["lora"] else ""
     sharding = f"-{c['gradient_sharding']}" if c["stage"] == 2 else ""
     name = f"tp{c['tp']}pp{c['pp']}dp{c['dp']}{'sp' if c['sp'] else ''}-z{c['stage']}{sharding}-b{c['batch']}"
-    return "-".join([f"{name}m{c['micro_batches']}", *extra]) + model
+    return "-".join([f"{name}m{c['micro_batches']}", *extra]) + model + adapters
+
+
+def adapters(c: Case) -> LoraConfig | None:
+    """What a case has under `lora`, if it has."""
+    return None if c["lora"] is None else LoraConfig(**c["lora"])
 
 
 def workload(c: Case) -> Workload:
@@ -66,6 +74,7 @@ def workload(c: Case) -> Workload:
         gradient_sharding=c["gradient_sharding"],
         bucket_size=BUCKET,
         wire=c["wire"],
+        lora=adapters(c),
     )
 
 
@@ -88,6 +97,7 @@ def engine_of(c: Case) -> Any:
         bucket_size=BUCKET,
         wire_dtype=dtypes[c["wire"]],
         gradient_sharding=c["gradient_sharding"],
+        lora=adapters(c),
     )
     batches = make_batches(4 * c["micro_batches"] * c["dp"], c["batch"], c["seq"], config.vocab_size)
     return engine, grid, iter(my_batches(batches, grid, c["micro_batches"]))

@@ -197,7 +197,7 @@ def test_banner() -> None:
     assert "weight gathers behind the next forward" in text
     assert "decoder layers" in "\n".join(banner(load_config("z2_tp2_pp2", world_size=4)))
     adapters = "\n".join(banner(load_config("lora_tp2", world_size=2)))
-    assert "memory planned" not in adapters and "if all weights were trained and not adapters" in adapters
+    assert "LoRA of rank 16 on 7 projections" in adapters and "behind weight gradients" not in adapters
 
 
 def test_one_is_not_several() -> None:

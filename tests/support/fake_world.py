@@ -22,6 +22,7 @@ from hybrid.optim.distributed import DistributedOptimizer
 from hybrid.optim.settings import OptimizerSettings
 from hybrid.optim.state import memory_bytes
 from hybrid.pipeline import module as pipeline
+from hybrid.pipeline.lora import add_adapters
 from hybrid.planner.workload import Workload
 
 
@@ -30,7 +31,7 @@ class Step:
     """What one microbatch and the update cost a rank."""
 
     numel: int
-    """Elements of the rank's parameters."""
+    """Elements of the parameters that the rank trains."""
     memory: dict[str, int]
     """Bytes the optimizer holds, part by part."""
     kept: int
@@ -80,7 +81,9 @@ def _trace(w: Workload, stage: int, grid: Grid) -> Step:
             w.model, grid, layers_per_stage=w.layers_per_stage, dtype=torch.bfloat16, device=torch.device("cpu"),
             seed=0, recompute=w.recompute,
         )  # fmt: skip
-    numel = sum(param.numel() for param in module.parameters())
+    if w.lora is not None:
+        add_adapters(module, w.lora, grid, seed=0)
+    numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
     settings = OptimizerSettings(stage=w.zero_stage, bucket_size=w.bucket_size, nominal_tokens=w.tokens)
     make = optimizer_factory("AdamW", {"lr": 1e-4})
     optimizer = DistributedOptimizer(module.parameters_by_layer(), grid, settings, make)

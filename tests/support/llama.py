@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import ParallelConfig, split_layers
+from hybrid.config.training import LoraConfig
 from hybrid.grid import Grid, build_grid
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.settings import OptimizerSettings
+from hybrid.pipeline.lora import add_adapters
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.tensor_parallel.params import named_segments
 
@@ -117,6 +119,7 @@ def make_engine(
     bucket_size: int = 5000,
     layers_per_stage: tuple[int, ...] | None = None,
     chunks: int = 1,
+    lora: LoraConfig | None = None,
     **settings: Any,
 ) -> tuple[HybridEngine, Grid]:
     """An engine over the running world, interleaved with `chunks`; what tp and pp leave is data parallel."""
@@ -135,6 +138,8 @@ def make_engine(
         seed=seed,
         recompute=recompute,
     )
+    if lora is not None:
+        add_adapters(module, lora, grid, seed)
     ds_config = {
         "train_batch_size": batch * micro_batches * dp,
         "train_micro_batch_size_per_gpu": batch,
