@@ -50,6 +50,7 @@ def test_known_model() -> None:
     embeddings_and_norms = 32000 * 4096 + (2 * 32 + 1) * 4096
     assert matmul_parameters(config) == num_parameters(config) - embeddings_and_norms == 6_607_077_376
     assert flops_per_token(config, 4096) == 6 * 6_607_077_376 + 6 * 32 * 4096 * 4096
+    assert flops_per_token(config, 4096, frozen=True) == 4 * 6_607_077_376 + 6 * 32 * 4096 * 4096
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybrid.config.errors import ConfigError
-from hybrid.config.load import load_config
+from hybrid.config.load import find_config, load_config, read_config
 from hybrid.config.model import load_model_config
 from hybrid.pipeline.rounds import pipeline_rounds
 from hybrid.planner.ask import planner_model, request_of, scaling
@@ -121,6 +121,25 @@ def test_a_base_configuration_keeps_its_settings(tmp_path: Any) -> None:
     run = load_config(str(path), world_size=8)
     assert run.optimizer_type == "Lion" and run.precision == "fp16" and run.hybrid.training.train_steps == 7
     assert dataclasses.replace(workload_of(run), bucket_size=0) == dataclasses.replace(chosen, bucket_size=0)
+
+
+def test_adapters_need_less(tmp_path: Any) -> None:
+    """70B on 8 GPUs: only adapters fit, and training them is faster than training all weights would be."""
+    tree = read_config(find_config("lora_tp2"))
+    request = request_of(tree, "llama3-70b", 8, "h100", 4096, 64)
+    found, whole = search(request), search(dataclasses.replace(request, lora=None))
+    assert found.feasible and not whole.feasible
+    assert "training LoRA of rank 16 on 7 projections" in "\n".join(describe_search(request, found, 1))
+
+    path, best = tmp_path / "chosen.json", found.feasible[0]
+    path.write_text(json.dumps(config_of(best.workload, "llama3-70b", tree)))
+    written = workload_of(load_config(str(path), world_size=8))
+    assert (written.lora, written.parallel) == (request.lora, best.workload.parallel)
+    all_weights = dataclasses.replace(best.workload, lora=None)
+    # 2 bytes a weight of 18, and the adapters.
+    memory, unfrozen = fullest_stage(best.workload)[1], fullest_stage(all_weights)[1]
+    assert memory.frozen == unfrozen.parameters and 2 / 18 < memory.held / unfrozen.held < 2.1 / 18
+    assert best.estimate.time.compute < 0.8 * estimate(all_weights, best.gpu).time.compute
 
 
 def test_shipped_configurations_for_clusters_fit() -> None:

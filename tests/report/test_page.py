@@ -16,6 +16,7 @@ from support.llama import SMALL, make_batches, make_engine, my_batches, small_co
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import load_config
+from hybrid.config.training import LoraConfig
 from hybrid.metrics.meter import TrafficMeter, summarize
 from hybrid.metrics.observer import Observer
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 STEPS, SEQ, MICRO_BATCHES = 120, 8, 4
 
 
-def config_tree(pp: int) -> dict[str, Any]:
+def config_tree(pp: int, lora: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "train_batch_size": 2 * MICRO_BATCHES,
         "train_micro_batch_size_per_gpu": 2,
@@ -38,16 +39,17 @@ def config_tree(pp: int) -> dict[str, Any]:
         "hybrid": {
             "pipeline_model_parallel_size": pp,
             "model": SMALL,
+            "lora": lora,
             "data": {"seq_length": SEQ},
             "training": {"train_steps": STEPS},
         },
     }
 
 
-def observe(folder: Path, pp: int) -> None:
+def observe(folder: Path, pp: int, lora: LoraConfig | None) -> None:
     """Train a few steps and leave behind what the trainer leaves behind."""
     config = small_config()
-    engine, grid = make_engine(config, pp=pp, micro_batches=MICRO_BATCHES, seq=SEQ)
+    engine, grid = make_engine(config, pp=pp, micro_batches=MICRO_BATCHES, seq=SEQ, lora=lora)
     observer = Observer(engine, grid, folder, profile_steps=[2], straggler_every=3)
     batches = iter(my_batches(make_batches(4 * MICRO_BATCHES, 2, SEQ, config.vocab_size), grid, MICRO_BATCHES))
     traffic = {}
@@ -64,11 +66,12 @@ def observe(folder: Path, pp: int) -> None:
         (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def make_run(pool: Any, folder: Path, pp: int, offset: float) -> Path:
+def make_run(pool: Any, folder: Path, pp: int, offset: float, lora: dict[str, Any] | None = None) -> Path:
     folder.mkdir()
-    (folder / "tree.json").write_text(json.dumps(config_tree(pp)))
-    (folder / "config.json").write_text(load_config(str(folder / "tree.json"), world_size=pp).to_json())
-    pool.run(observe, pp, folder, pp)
+    (folder / "tree.json").write_text(json.dumps(config_tree(pp, lora)))
+    run = load_config(str(folder / "tree.json"), world_size=pp)
+    (folder / "config.json").write_text(run.to_json())
+    pool.run(observe, pp, folder, pp, run.hybrid.lora)
     throughput = Throughput(devices=pp, flops_per_token=1e6, peak_flops=1e9)
     recorder = MetricsRecorder(folder, rank=0, total_steps=STEPS)
     for step in range(1, STEPS + 1):
@@ -88,7 +91,8 @@ def make_run(pool: Any, folder: Path, pp: int, offset: float) -> Path:
 @pytest.fixture(scope="module")
 def runs(pool: Any, tmp_path_factory: Any) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return [make_run(pool, folder / "two-stages", 2, 0.0), make_run(pool, folder / "one-stage", 1, 0.3)]
+    two, one = make_run(pool, folder / "two-stages", 2, 0.0), make_run(pool, folder / "one-stage", 1, 0.3)
+    return [two, one, make_run(pool, folder / "adapters", 1, 0.1, {"r": 4})]
 
 
 def test_what_was_measured_is_what_was_planned(runs: list[Path]) -> None:
@@ -124,7 +128,8 @@ def test_the_page(runs: list[Path], tmp_path: Path) -> None:
         data = path.read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         assert data[:4] == b"\x89PNG" and width > 800 and height > 150
-    for words in ("two-stages", "one-stage", "skipped steps", "40", "Every collective was planned", "(p - 1) / m"):
+    words_of_all = ("two-stages", "one-stage", "skipped steps", "40", "Every collective was planned", "(p - 1) / m")
+    for words in (*words_of_all, "all weights", "LoRA of rank 4 on 7 projections", "frozen measured"):
         assert words in page, words
 
 
