@@ -1,7 +1,8 @@
-"""Collectives that only copy: what is left of a step's time when communication costs nothing.
+"""Collectives that cost nothing: what is left of a step's time without communication.
 
-Of what a pipeline sends from stage to stage one element stays, so that the order of things and its bubble do; and so
-does a sum of a few numbers, by which all ranks decide alike whether to take the step.
+A rank receives what it sends, in the same memory where that is possible, and keeps the weights it has. Of what a
+pipeline sends from stage to stage one element stays, so that the order of things and its bubble do; and so does a sum
+of a few numbers, by which all ranks decide alike whether to take the step.
 """
 
 from __future__ import annotations
@@ -34,22 +35,16 @@ def _all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _ALL_REDUCE(tensor, *args, **kwargs) if tensor.numel() <= _FEW else _Done()
 
 
-def _all_gather(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
-    # Every part becomes this rank's; its own may lie in the output already.
-    source = tensor.clone() if output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else tensor
-    for part in output.view(-1, tensor.numel()):
-        part.copy_(source.view(-1))
-    return _Done()
-
-
-def _reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
-    if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-        output.view(-1).copy_(tensor.view(-1)[: output.numel()])
+def _into_old(output: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
+    # On a CPU only weights and buckets are gathered and scattered so, in place: what is there is finite.
     return _Done()
 
 
 def _all_to_all(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Done:
-    output.copy_(tensor)
+    if output._base is None and output.shape == tensor.shape:
+        output.set_(tensor)  # type: ignore[call-overload]
+    else:
+        output.copy_(tensor)
     return _Done()
 
 
@@ -67,8 +62,8 @@ _STUBS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (dist.all_to_all_single, _all_to_all),
     (dist.isend, _send),
     (dist.irecv, _receive),
-    (all_gather_single, _all_gather),
-    (reduce_scatter_single, _reduce_scatter),
+    (all_gather_single, _into_old),
+    (reduce_scatter_single, _into_old),
 )
 
 
