@@ -33,7 +33,7 @@ class Workload:
     bucket_size: int
     """Elements a gradient bucket aims at, for all that have buckets."""
     layers_per_stage: tuple[int, ...]
-    """Decoder layers of each pipeline stage; the head weighs about as much as one and a half."""
+    """Decoder layers of each pipeline stage; the head takes about as long as one."""
     interleaved: tuple[int, ...]
     """The same with two stages a rank."""
 
@@ -81,7 +81,7 @@ FULL = Workload(
     sequences=4,
     seq_length=512,
     bucket_size=4_000_000,
-    layers_per_stage=(5, 3),
+    layers_per_stage=(4, 4),
     interleaved=(2, 2, 3, 1),
 )
 """32.0M parameters."""
