@@ -43,7 +43,7 @@ def _exchange(
 def exchange_gather(x: Tensor, group: dist.ProcessGroup) -> Awaited:
     """Begin an all-gather along dim 0 of a contiguous `x`."""
     output = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
-    work = _exchange(output, x.expand(group.size(), *x.shape).reshape(output.shape), group, "all_gather")
+    work = _exchange(output, torch.cat([x] * group.size()), group, "all_gather")
 
     def gathered() -> Tensor:
         work.wait()
