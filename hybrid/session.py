@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
-from hybrid.agreement import RemoteError, fail, refuse
+from hybrid.agreement import RemoteError, fail, rank_zero_only, refuse
 from hybrid.config.run import RunConfig
 from hybrid.convert.errors import CheckpointError
 from hybrid.environment import connections_in_words, init_distributed, set_up_logging
+from hybrid.run_folder import held
 from hybrid.signals import StopSignals
 from hybrid.trainer import OpenData, Trainer, open_text_data
 from hybrid.watchdog import start_watchdog
@@ -29,7 +32,7 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
     Returns:
         The exit code, as `Trainer.train`, or EXIT_REFUSED or EXIT_FAILED of `hybrid.agreement`.
     """
-    with StopSignals() as signals:
+    with StopSignals() as signals, ExitStack() as until_the_end:
         device = init_distributed()
         set_up_logging(dist.get_rank())
         if device.type == "cuda" and run.parallel.tensor_model_parallel_size > 1:
@@ -37,6 +40,7 @@ def run_training(run: RunConfig, open_data: OpenData = open_text_data, *, keep_b
         watchdog = start_watchdog()
         trainer = None
         try:
+            rank_zero_only(lambda: until_the_end.enter_context(held(Path(run.hybrid.training.output_dir))))
             trainer = Trainer(run, device, signals, open_data, keep_best=keep_best)
             code = trainer.train()
         except Exception as error:

@@ -19,7 +19,6 @@ from hybrid.checkpoint.compatible import check_compatible
 from hybrid.checkpoint.final import BestModel, export_trained, stopping
 from hybrid.checkpoint.progress import progress_of
 from hybrid.checkpoint.restore import find_checkpoint, restore
-from hybrid.config.errors import ConfigError
 from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
@@ -33,6 +32,7 @@ from hybrid.metrics.observer import Observer
 from hybrid.metrics.recorder import MetricsRecorder, Throughput
 from hybrid.optim.state import memory_bytes
 from hybrid.planner.banner import banner
+from hybrid.run_folder import unwritable
 from hybrid.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,7 @@ class Trainer:
             self.output.mkdir(parents=True, exist_ok=True)
             (self.output / "config.json").write_text(self.run.to_json())
         except OSError as error:
-            problem = f"{self.output}, which cannot be written to ({error.strerror}): name another with --output_dir"
-            raise ConfigError([f"hybrid.training.output_dir is {problem}"]) from None
+            raise unwritable(self.output, error) from None
 
     def train(self) -> int:
         """Run to `train_steps` or to the end of this launch, evaluating and saving on the way.
