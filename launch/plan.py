@@ -11,6 +11,7 @@ from typing import Any
 from hybrid.config.errors import ConfigError
 from hybrid.config.load import find_config, load_config, read_config
 from hybrid.config.parser import ArgumentParser
+from hybrid.config.places import check_file, unwritable
 from hybrid.planner.ask import MOST_GPUS, enough_gpus, gpu_counts, planner_model, request_of, scaling
 from hybrid.planner.hardware import gpu_names
 from hybrid.planner.published import compare, published_runs, runs_with_tflops
@@ -71,10 +72,7 @@ def _check_write(path: Path | None, gpus: list[int]) -> None:
         raise ConfigError(
             [f"--write {path} with --gpus {several}: a configuration is for one number of GPUs: give one to --gpus"]
         )
-    if path.is_dir():
-        raise ConfigError([f"--write {path} is a folder: name a file, as {path / 'my.json'}"])
-    if not path.parent.is_dir():
-        raise ConfigError([f"--write {path}: there is no folder {path.parent}: create it, or choose another"])
+    check_file("--write", path, "my.json")
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -94,7 +92,10 @@ def _plan(args: argparse.Namespace) -> int:
     if found.feasible and args.write is not None:
         model = planner_model(args.model) if args.model else (base or {})["hybrid"]["model"]
         tree = config_of(found.feasible[args.choice - 1].workload, model, base)
-        args.write.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        try:
+            args.write.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise unwritable("--write", args.write, error) from None
         lines += ["", f"wrote {args.write}"]
     _print(lines)
     if not found.feasible:

@@ -8,21 +8,25 @@ from pathlib import Path
 
 from hybrid.config.errors import ConfigError
 from hybrid.config.parser import ArgumentParser
+from hybrid.config.places import check_file, unwritable
+
+_PAGE = "report.html"
 
 
 def _target(output: Path | None, first: Path) -> Path:
     """The HTML file to write.
 
     Raises:
-        ConfigError: `output` is neither an HTML file in a folder that exists nor such a folder.
+        ConfigError: `output` is neither an HTML file in a folder that exists nor such a folder, or cannot be written.
     """
-    if output is None or output.is_dir():
-        return (first if output is None else output) / "report.html"
+    if output is None:
+        return first / _PAGE
+    if output.is_dir():
+        output = output / _PAGE
     if output.suffix.lower() != ".html":
         page = output.with_name(output.stem + ".html")
         raise ConfigError([f"--output {output} is no .html file and no folder: the report is HTML, as {page}"])
-    if not output.parent.is_dir():
-        raise ConfigError([f"--output {output}: there is no folder {output.parent}: create it, or choose another"])
+    check_file("--output", output, _PAGE)
     return output
 
 
@@ -48,7 +52,12 @@ def main() -> int:
     except ConfigError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    for path in write_report(runs, output):
+    try:
+        written = write_report(runs, output)
+    except OSError as error:
+        print(f"report: {unwritable('--output', output, error)}", file=sys.stderr)
+        return 2
+    for path in written:
         print(path)
     return 0
 

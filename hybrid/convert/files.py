@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybrid.config.places import folder_problem
 from hybrid.convert.errors import CheckpointError
 
 TOKENIZER_FILES = (
@@ -32,6 +33,18 @@ COMPANIONS = ("generation_config.json", *TOKENIZER_FILES)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def check_place(directory: Path, *, overwrite: bool) -> None:
+    """Whether a folder can be written, which takes no time; what writes it may have much to do first.
+
+    Raises:
+        CheckpointError: there is something already that is not to be replaced, or nothing can be written there.
+    """
+    if not overwrite and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(["it is there already: choose another folder, or --overwrite"], str(directory))
+    if problem := folder_problem(directory.parent):
+        raise CheckpointError([f"it cannot be written, for {problem}: choose another folder"], str(directory))
+
+
 @contextmanager
 def staged(directory: Path, *, overwrite: bool, size: int = 0) -> Iterator[Path]:
     """A folder to fill, which becomes `directory` when the block ends well, and is removed when it does not.
@@ -41,10 +54,9 @@ def staged(directory: Path, *, overwrite: bool, size: int = 0) -> Iterator[Path]
         size: bytes that will be written, to find a full disk at once.
 
     Raises:
-        CheckpointError: there is something already, or the disk is full.
+        CheckpointError: as `check_place`, or the disk is full.
     """
-    if not overwrite and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(["it is there already: choose another folder, or --overwrite"], str(directory))
+    check_place(directory, overwrite=overwrite)
     staging = directory.with_name(f".{directory.name}.writing")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from hybrid.config.places import folder_problem
 from hybrid.data import cache
 from hybrid.data.corpus import CorpusInfo, scan, tokenizer_folder, tokenizer_info, write_info
 from hybrid.data.documents import Piece, read_unit
@@ -80,12 +81,14 @@ def prepare_corpus(
 
     Raises:
         ValueError: a fault in the input (`file:line`), no document at all, a tokenizer without an end token, or a
-            finished corpus of that prefix that is not to be overwritten.
+            finished corpus of that prefix that is not to be overwritten, or a place where nothing can be written.
     """
     parts = Path(f"{prefix}.parts")
     # Beside a folder of parts, the files are of a preparation that ended between its merge and its end.
     if exists(prefix) and not parts.exists() and not overwrite:
         raise ValueError(f"{prefix}.bin and .idx are there already: choose another --output, or add --overwrite")
+    if problem := folder_problem(parts.parent):
+        raise ValueError(f"{prefix}.bin and .idx cannot be written, for {problem}: choose another --output")
     tokenizer = load_tokenizer(job.tokenizer, job.cache_dir)
     if job.append_eos and tokenizer.eos_id is None:
         raise ValueError(f"tokenizer {job.tokenizer!r} names no eos_token; add one to its tokenizer_config.json")

@@ -11,6 +11,7 @@ import pytest
 from convert.cases import assert_same, make_source, read_folder
 
 from hybrid.config.errors import ConfigError
+from hybrid.convert import common
 from hybrid.convert.common import Job
 from hybrid.convert.files import staged
 from hybrid.convert.hf import write_hf
@@ -185,11 +186,18 @@ def test_a_failure_keeps_what_was_there(tmp_path):
     assert names(tmp_path) == ["out", "source"]
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+@KINDS
+def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch, kind):
     source = make_source(tmp_path / "source", "llama2")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="it cannot be written"):
-        write("hf", source, output=tmp_path / "file" / "out")
+    monkeypatch.setattr(common, "checked_weights", lambda *a: pytest.fail("work has begun"))
+    for output, reason in (
+        (tmp_path / "file" / "out", f"{tmp_path / 'file'} is a file, where a folder is needed"),
+        (Path("/proc/out"), "/proc cannot be written to"),
+    ):
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match=f"it cannot be written, for {reason}"):
+                write(kind, source, output=output, overwrite=overwrite)
 
 
 def test_everything_is_on_the_disk_before_the_manifest(tmp_path, monkeypatch):

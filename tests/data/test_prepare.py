@@ -127,6 +127,17 @@ def test_a_finished_corpus_is_not_overwritten_unasked(job: TokenizeJob, tmp_path
     assert files(out) != before
 
 
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    source: str, job: TokenizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda *a: pytest.fail("work has begun"))
+    for prefix, reason in ((f"{source}/out", f"{source} is a file"), ("/proc/out", "/proc cannot be written to")):
+        with pytest.raises(
+            ValueError, match=f"{prefix}.bin and .idx cannot be written, for {reason}.* another --output"
+        ):
+            prepare_corpus(plan_units(source), job, prefix, plan_key="k")
+
+
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").touch()
     with pytest.raises(ValueError, match=r"data source '.*e\.jsonl' is empty"):

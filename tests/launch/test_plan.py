@@ -68,6 +68,7 @@ def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
         (("--gpus", 8, "--write", path, "--choice", 999), "--choice 999 is no layout that fits: choose 1 to "),
         (("--gpus", 8, "--write", tmp_path / "no" / "my.json"), "there is no folder"),
         (("--gpus", 8, "--write", tmp_path), "is a folder: name a file"),
+        (("--gpus", 8, "--write", "/proc/my.json"), "--write /proc/my.json: /proc cannot be written to"),
         (("--gpus", 0), "0 is no number of GPUs: it must be at least 1"),
     ):
         code, output, _ = plan("--model", "llama2-7b", *words)

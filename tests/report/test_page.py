@@ -180,7 +180,12 @@ def test_runs_that_coincide_are_told_apart_and_steps_are_whole(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [("r.pdf", "the report is HTML, as"), ("missing/deep/r.html", "there is no folder"), ("r", "no folder")],
+    [
+        ("r.pdf", "the report is HTML, as"),
+        ("missing/deep/r.html", "there is no folder"),
+        ("r", "no folder"),
+        ("/proc/r.html", "/proc cannot be written to"),
+    ],
 )
 def test_where_a_report_cannot_go(tmp_path: Path, output: str, message: str) -> None:
     command = [sys.executable, "launch/report.py", str(tmp_path), "--output", str(tmp_path / output)]
