@@ -19,6 +19,7 @@ from hybrid.checkpoint.compatible import check_compatible
 from hybrid.checkpoint.final import BestModel, export_trained, stopping
 from hybrid.checkpoint.progress import progress_of
 from hybrid.checkpoint.restore import find_checkpoint, restore
+from hybrid.config.cautions import long_warmup
 from hybrid.config.run import Precision, RunConfig
 from hybrid.data.build import DataModule, build_data
 from hybrid.data.loader import BatchLoader, EvalLoader
@@ -138,6 +139,8 @@ class Trainer:
             logger.info("%s", "\n".join(banner(self.run, self.step)))
             if settings.eval_every and self.data.eval is None:
                 logger.warning("%s", no_evaluation(self.run))
+            if caution := long_warmup(self.run):
+                logger.warning("%s", caution)
         with self._batches() as batches:
             ends = self.step >= settings.train_steps
             if ends and self.grid.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,25 @@ def test_stages_between_first_and_last_read_nothing(pool: WorkerPool, tmp_path: 
         stages, one = lines(tmp_path / "stages", name), lines(tmp_path / "alone", name)
         assert [step for step, _ in stages] == [step for step, _ in one]
         assert [loss for _, loss in stages] == pytest.approx([loss for _, loss in one], rel=1e-4)
+
+
+def warnings(config: dict[str, Any]) -> list[str]:
+    """What this rank warns of as it trains."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("hybrid").addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert make_trainer(config).train() == 0
+    finally:
+        logging.getLogger("hybrid").removeHandler(handler)
+    return log.getvalue().splitlines()
+
+
+def test_a_long_warm_up_is_said_once(pool: WorkerPool, tmp_path: Path) -> None:
+    config = tree(
+        tmp_path / "run", write_tokens(tmp_path), (1, 1, 2, 1), train_steps=1, lr_schedule={"warmup_steps": 7}
+    )
+    first, second = pool.run(warnings, 2, config)
+    assert [("warmup_steps is 7 and" in line and "train_steps 1:" in line) for line in first] == [True] and not second

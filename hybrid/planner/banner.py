@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid.config.cautions import long_warmup
 from hybrid.config.describe import describe, rank_map
 from hybrid.config.model import num_parameters
 from hybrid.config.run import RunConfig
@@ -50,8 +51,11 @@ def memory_planned(w: Workload) -> str:
 
 
 def dry_run(run: RunConfig) -> str:
-    """What `--dry_run` of training prints: the configuration, who holds what, and the memory it should take."""
-    return f"{describe(run)}\n{memory_planned(workload_of(run))}"
+    """What `--dry_run` of training prints: the configuration, who holds what, the memory it should take, a caution."""
+    lines = [describe(run), memory_planned(workload_of(run))]
+    if caution := long_warmup(run):
+        lines.append(f"caution: {caution}")
+    return "\n".join(lines)
 
 
 def _overlaps(w: Workload) -> list[str]:
