@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from hybrid.config.describe import describe
@@ -15,7 +16,7 @@ from hybrid.config.errors import ConfigError
 from hybrid.config.run import RunConfig
 from hybrid.environment import LaunchError, normalise_launch_variables, prepare_process
 from hybrid.launcher import should_spawn, spawn_ranks, this_command
-from hybrid.signals import readers_choice
+from hybrid.output import say
 
 Resolve = Callable[[argparse.Namespace, int | None], RunConfig]
 """The run that arguments ask for in a world of so many ranks; None where that is not known."""
@@ -36,8 +37,7 @@ def run_or_exit_code(
         world_size = int(os.environ["WORLD_SIZE"])
         if args.dry_run:
             text = explain(resolve(args, None))
-            with readers_choice():
-                print(text)
+            say(text)
             return 0
         if world_size == 1:
             # Of one process it is not known yet how many ranks it stands for: as many as the model needs.
@@ -71,5 +71,6 @@ def leave(main: Callable[[], int]) -> NoReturn:
     atexit._run_exitfuncs()  # of trackers, which send what they hold
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # of a process started without it
-            stream.flush()
+            with suppress(OSError):  # what cannot be written has been said, or cannot be
+                stream.flush()
     os._exit(code)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -62,18 +59,6 @@ class StopSignals:
                     self.received, first = signal.Signals(number), time.monotonic()
                 elif time.monotonic() - first > _SAME_REQUEST:
                     os._exit(128 + number)
-
-
-@contextmanager
-def readers_choice() -> Iterator[None]:
-    """While this process only prints: let the reader of its output end it by ending itself, as `| head` does."""
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        yield
-        if sys.stdout is not None:  # of a process started without one
-            sys.stdout.flush()
-    finally:
-        signal.signal(signal.SIGPIPE, before)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

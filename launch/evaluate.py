@@ -9,6 +9,7 @@ from hybrid.config.cli import EITHER_DATA, add_arguments, add_finetune_arguments
 from hybrid.config.parser import ArgumentParser
 from hybrid.entry import leave, run_or_exit_code
 from hybrid.finetune.arguments import add_evaluation_arguments, evaluation_config
+from hybrid.output import say
 
 
 def main() -> int:
@@ -39,7 +40,7 @@ def main() -> int:
     if results is None:
         return EXIT_REFUSED
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(results, indent=2, ensure_ascii=False))
+        say(json.dumps(results, indent=2, ensure_ascii=False))
     return 0
 
 

@@ -12,6 +12,7 @@ from hybrid.config.errors import ConfigError
 from hybrid.config.load import find_config, load_config, read_config
 from hybrid.config.parser import ArgumentParser
 from hybrid.config.places import check_file, unwritable
+from hybrid.output import say
 from hybrid.planner.ask import MOST_GPUS, enough_gpus, gpu_counts, planner_model, request_of, scaling
 from hybrid.planner.hardware import gpu_names
 from hybrid.planner.published import compare, published_runs, runs_with_tflops
@@ -25,7 +26,6 @@ from hybrid.planner.text import (
     describe_search,
 )
 from hybrid.planner.write import config_of
-from hybrid.signals import readers_choice
 
 NOTHING_FITS = 1
 """Exit code where the answer is that no layout fits."""
@@ -53,7 +53,7 @@ def main() -> int:
     args = (parser := _parser()).parse_args()
     try:
         if args.published:
-            _print(describe_published(compare(published_runs())))
+            say("\n".join(describe_published(compare(published_runs()))))
             return 0
         if args.gpus is None or (args.model is None and args.ds_config is None):
             parser.error("--gpus and one of --model and --ds_config are needed")
@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
     _check_write(args.write, args.gpus)
     requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]
     if len(requests) > 1:
-        _print(describe_scaling((answers := scaling(requests)), compare(runs_with_tflops())))
+        say("\n".join(describe_scaling((answers := scaling(requests)), compare(runs_with_tflops()))))
         return 0 if any(best for rows in answers.values() for _, best in rows) else NOTHING_FITS
     request, found = requests[0], search(requests[0])
     if args.write is not None and found.feasible and not 1 <= args.choice <= len(found.feasible):
@@ -97,16 +97,11 @@ def _plan(args: argparse.Namespace) -> int:
         except OSError as error:
             raise unwritable("--write", args.write, error) from None
         lines += ["", f"wrote {args.write}"]
-    _print(lines)
+    say("\n".join(lines))
     if not found.feasible:
         print(f"plan: {describe_enough(request, enough_gpus(request), MOST_GPUS)}", file=sys.stderr)
         return NOTHING_FITS
     return 0
-
-
-def _print(lines: list[str]) -> None:
-    with readers_choice():
-        print("\n".join(lines))
 
 
 if __name__ == "__main__":

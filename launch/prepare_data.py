@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hybrid.config.parser import ArgumentParser
@@ -15,7 +16,7 @@ from hybrid.data import cache
 from hybrid.data.inspection import report
 from hybrid.data.prepare import Counts, TokenizeJob, named_counts, prepare_corpus
 from hybrid.data.sources import plan_units, source_state
-from hybrid.signals import readers_choice
+from hybrid.output import say
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -40,9 +41,8 @@ def _inspect(argv: Sequence[str]) -> None:
     parser.add_argument("--samples", type=int, default=3, help="documents to show (default: %(default)s)")
     parser.add_argument("--tokenizer", help="to decode with; default is the one stored beside the file")
     arguments = parser.parse_args(argv)
-    with readers_choice():
-        for line in report(arguments.prefix, arguments.samples, arguments.tokenizer):
-            print(line)
+    for line in report(arguments.prefix, arguments.samples, arguments.tokenizer):
+        say(line)
 
 
 def _prepare(argv: Sequence[str]) -> None:
@@ -51,7 +51,9 @@ def _prepare(argv: Sequence[str]) -> None:
     given = vars(arguments)
     job = TokenizeJob(**{name: given[name] for name in ("tokenizer", "cache_dir", "text_key", "append_eos")})
     done, start = Counts(), time.perf_counter()
-    with Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenising", total=len(units))
 
         def progress(counts: Counts) -> None:
@@ -72,7 +74,7 @@ def _prepare(argv: Sequence[str]) -> None:
         )
     seconds = time.perf_counter() - start
     skipped = named_counts(info.skipped)
-    print(f"{info.documents:,} documents, {info.tokens:,} tokens in {seconds:,.1f} s; skipped: {skipped}")
+    say(f"{info.documents:,} documents, {info.tokens:,} tokens in {seconds:,.1f} s; skipped: {skipped}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hybrid.config.errors import ConfigError
 from hybrid.config.parser import ArgumentParser
 from hybrid.config.places import check_file, unwritable
+from hybrid.output import say
 
 _PAGE = "report.html"
 
@@ -58,7 +59,7 @@ def main() -> int:
         print(f"report: {unwritable('--output', output, error)}", file=sys.stderr)
         return 2
     for path in written:
-        print(path)
+        say(str(path))
     return 0
 
 

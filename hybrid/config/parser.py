@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybrid.config.errors import closest
 from hybrid.config.training import HybridConfig
+from hybrid.output import say
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 _UNKNOWN = "unrecognized arguments: "
 
@@ -16,6 +20,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print what `--help` asks for."""
+        if file is None:
+            say(self.format_help().rstrip("\n"))
+        else:
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """End with code 2."""

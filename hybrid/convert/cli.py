@@ -25,7 +25,7 @@ from hybrid.convert.native import write_native
 from hybrid.convert.sharded import plan_layout, write_sharded
 from hybrid.convert.sources import Checkpoint, open_checkpoint
 from hybrid.convert.verify import compare_checkpoints
-from hybrid.signals import readers_choice
+from hybrid.output import say
 
 _MOST_WORKERS = 4
 """By default; the disk is busy with fewer."""
@@ -125,13 +125,13 @@ def _convert(args: argparse.Namespace, write: Callable[[Checkpoint, Job], Result
         result = write(source, job)
     seconds = time.perf_counter() - start
     if result.ignored:
-        print(f"ignored, as the model does not need it: {listed(result.ignored)}")
+        say(f"ignored, as the model does not need it: {listed(result.ignored)}")
     if result.masters:
-        print("the weights are the fp32 masters of the training checkpoint")
+        say("the weights are the fp32 masters of the training checkpoint")
     if result.merged:
-        print("the adapters of the training checkpoint are merged into the weights")
+        say("the adapters of the training checkpoint are merged into the weights")
     gigabytes = result.nbytes / 1e9
-    print(
+    say(
         f"{args.output}: {result.files} files of weights, {gigabytes:,.2f} GB in {seconds:,.1f} s "
         f"({gigabytes / seconds:,.2f} GB/s)"
     )
@@ -159,8 +159,8 @@ def _verify(args: argparse.Namespace) -> int:
     with _bar("comparing", _size(reference)) as progress:
         found = compare_checkpoints(reference, checkpoint, workers=args.workers, progress=progress)
     for line in found.differences:
-        print(f"different: {line}")
-    print(
+        say(f"different: {line}")
+    say(
         f"{found.tensors} tensors, {found.nbytes / 1e9:,.2f} GB: "
         + ("bitwise the same" if not found.differences else f"{len(found.differences)} differences")
     )
@@ -168,14 +168,13 @@ def _verify(args: argparse.Namespace) -> int:
     if args.logits:
         worst = logits_difference(reference.path, checkpoint)
         failed |= not worst <= TOLERANCE
-        print(f"logits of transformers and of this package, in fp32: at most {worst:.2e} apart ({TOLERANCE:g} allowed)")
+        say(f"logits of transformers and of this package, in fp32: at most {worst:.2e} apart ({TOLERANCE:g} allowed)")
     return int(failed)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     report = inspect_checkpoint(args.directory, checksums=args.checksums)
-    with readers_choice():
-        print(report)
+    say(str(report))
     return int(bool(report.problems))
 
 

@@ -122,7 +122,7 @@ class MetricsRecorder:
         self._times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._console = console or Console(soft_wrap=True)
         self._unwritten: dict[str, bytes] = {}
-        self._complained = False
+        self._complained = self._mute = False
 
     def record_step(self, metrics: StepMetrics) -> None:
         """Append a step's line and show it."""
@@ -157,7 +157,12 @@ class MetricsRecorder:
             self._unwritten[name] = unwritten
 
     def _show(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        try:
+            self._console.print(line, markup=False, highlight=False)
+        except OSError as error:  # no reason to end a run
+            if not self._mute:
+                logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
+            self._mute = True
 
 
 def _append_whole(path: Path, lines: bytes) -> None:
