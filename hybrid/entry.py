@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import logging
 import os
 import sys
 import traceback
@@ -49,6 +50,7 @@ def run_or_exit_code(
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {error}", file=sys.stderr)
         return 2
+    logging.raiseExceptions = False  # a line that a full disk refuses, DeepSpeed's too, is worth no traceback
     prepare_process(tensor_parallel=run.parallel.tensor_model_parallel_size > 1)
     return run
 
