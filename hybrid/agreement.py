@@ -26,19 +26,21 @@ def together(call: Callable[[], T]) -> T:
     """`call()` on every rank; if it raises on any, every rank raises. A collective call.
 
     Raises:
-        RemoteError: it failed elsewhere; names the rank and its message. A rank that failed raises its own error.
+        RemoteError: it failed elsewhere; names the rank and its message. A rank that failed raises its own error,
+            unless a lower one failed with the same words: then that one's, so that they are said once.
     """
     error: Exception | None = None
     try:
         result = call()
     except Exception as failure:
         error = failure
-    messages = everyone(None if error is None else str(error) or type(error).__name__)
-    if error is not None:
+    mine = None if error is None else str(error) or type(error).__name__
+    messages = everyone(mine)
+    if error is not None and messages.index(mine) == dist.get_rank():
         raise error
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
     if failed:
-        raise RemoteError(f"rank {failed[0][0]}: {failed[0][1]}")
+        raise RemoteError(f"rank {failed[0][0]}: {failed[0][1]}") from error
     return result
 
 

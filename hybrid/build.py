@@ -39,7 +39,7 @@ def build_module(run: RunConfig, grid: Grid, device: torch.device) -> LlamaPipel
     source, resize_vocab = run.hybrid.init_from, run.hybrid.finetune.resize_vocab
     if source is not None:
         together(lambda: check_model(source, run.model, resize_vocab=resize_vocab))
-        _check_bytes(source)
+        together(lambda: _check_bytes(source))
     module = LlamaPipeline(
         run.model,
         grid,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only
+from hybrid.agreement import from_rank_zero, rank_zero_first, rank_zero_only, together
 from hybrid.build import build_engine
 from hybrid.checkpoint.checkpointer import Checkpointer
 from hybrid.checkpoint.compatible import check_compatible
@@ -75,7 +75,8 @@ class Trainer:
         found = find_checkpoint(run)
         self.data = rank_zero_first(lambda: open_data(run))
         if found is not None:
-            check_compatible(found[1], run, self.data.fingerprint, str(found[0]))
+            path, progress = found
+            together(lambda: check_compatible(progress, run, self.data.fingerprint, str(path)))
         rank_zero_only(self._make_output)
         self.engine = build_engine(_without_init(run) if found else run, self.grid, device)
         tokenizer = self.data.tokenizer

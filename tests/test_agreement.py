@@ -34,6 +34,19 @@ def test_a_failure_reaches_every_rank(pool, call, bad_rank):
         assert outcome == (mine if rank == bad_rank else f"RemoteError: rank {bad_rank}: bad file on {bad_rank}")
 
 
+def fail_everywhere(words):
+    try:
+        together(lambda: (_ for _ in ()).throw(ValueError(words[dist.get_rank()])))
+    except (ValueError, RemoteError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_the_same_words_are_one_ranks_to_say(pool):
+    own, told = "ValueError: ", "RemoteError: rank 0: "
+    assert pool.run(fail_everywhere, 4, ["a", "a", "b", "a"]) == [f"{own}a", f"{told}a", f"{own}b", f"{told}a"]
+    assert pool.run(fail_everywhere, 1, ["a"]) == [f"{own}a"]
+
+
 def test_without_failure_everyone_gets_its_result(pool):
     assert pool.run(fail_on, 4, None, "together") == [0, 1, 2, 3]
     assert pool.run(fail_on, 4, None, "first") == [0, 1, 2, 3]

@@ -9,18 +9,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
-from support.pool import WorkerPool
-from support.runs import tree, write_tokens
 
-from hybrid import session
-from hybrid.agreement import EXIT_REFUSED
 from hybrid.config.errors import ConfigError
-from hybrid.config.resolve import resolve_config
 from hybrid.run_folder import LOCK, held
 
 ROOT = Path(__file__).parents[1]
@@ -81,25 +73,3 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), tmp_path / "locked"):
         with pytest.raises(ConfigError, match=rf"output_dir is {folder}, which cannot be written to \("), held(folder):
             pass
-
-
-def launch(folder: Path, tokens: str) -> tuple[int, str]:
-    """The exit code of a rank of a launch whose work would begin, and what it says."""
-    with (
-        patch.object(session, "init_distributed", lambda: torch.device("cpu")),
-        patch.object(session, "set_up_logging", lambda rank: None),
-        patch.object(session, "start_watchdog", lambda: None),
-        patch.object(session, "Trainer", lambda *a, **k: pytest.fail("work has begun")),
-        patch.object(dist, "destroy_process_group", lambda: None),
-        patch("sys.stderr") as stderr,
-    ):
-        run = resolve_config(tree(folder, tokens, (1, 1, 2, 1)), dist.get_world_size())
-        code = session.run_training(run)
-    return code, "".join(call.args[0] for call in stderr.write.call_args_list)
-
-
-def test_no_rank_begins_work_in_the_folder_of_another_run(pool: WorkerPool, tmp_path: Path) -> None:
-    with held(tmp_path / "run"):
-        first, second = pool.run(launch, 2, tmp_path / "run", write_tokens(tmp_path))
-    assert first[0] == second[0] == EXIT_REFUSED
-    assert "where another run is at work" in first[1] and f"process {os.getpid()}, " in first[1] and second[1] == ""

@@ -25,10 +25,10 @@ def find_checkpoint(run: RunConfig) -> tuple[Path, Progress] | None:
     """What the run goes on from, verified, or None for a fresh start; a collective call.
 
     Raises:
-        CheckpointError: there is nothing sound and a fresh start was not asked for; on every rank.
+        CheckpointError: there is nothing sound and a fresh start was not asked for; RemoteError on the other ranks.
     """
     training = run.hybrid.training
-    path = choose(training.resume, Path(training.output_dir) / FOLDER)
+    path = together(lambda: choose(training.resume, Path(training.output_dir) / FOLDER))
     return None if path is None else (path, together(lambda: read_progress(path)))
 
 
