@@ -25,6 +25,8 @@ from hybrid.data.sources import Unit
 from hybrid.data.tokenizer import TextTokenizer, load_tokenizer
 
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 20, 1024
+_MERGING = "merging"
+"""In the folder of parts: the files of the prefix are not finished, whatever they look like."""
 NO_TOKENS = "no tokens"
 """Why a document is skipped that the tokenizer leaves nothing of."""
 
@@ -77,15 +79,15 @@ def prepare_corpus(
     """Write `PREFIX.bin`, `.idx`, `.meta.json` and `.tokenizer/`.
 
     Finished units stay in `PREFIX.parts/` until all are merged: a run that was interrupted goes on where it stopped,
-    if its `plan_key` (a fingerprint of the source's files) and arguments are still the same.
+    if its `plan_key` (a fingerprint of the source's files) and arguments are still the same. After a fault in the
+    input they never are, so nothing stays then.
 
     Raises:
         ValueError: a fault in the input (`file:line`), no document at all, a tokenizer without an end token, or a
             finished corpus of that prefix that is not to be overwritten, or a place where nothing can be written.
     """
     parts = Path(f"{prefix}.parts")
-    # Beside a folder of parts, the files are of a preparation that ended between its merge and its end.
-    if exists(prefix) and not parts.exists() and not overwrite:
+    if exists(prefix) and not (parts / _MERGING).exists() and not overwrite:
         raise ValueError(f"{prefix}.bin and .idx are there already: choose another --output, or add --overwrite")
     if problem := folder_problem(parts.parent):
         raise ValueError(f"{prefix}.bin and .idx cannot be written, for {problem}: choose another --output")
@@ -95,11 +97,17 @@ def prepare_corpus(
     key = cache.fingerprint(plan_key, [asdict(unit) for unit in units], replace(job, cache_dir=""), tokenizer.behaviour)
     with _exclusive(parts):
         _open_parts(parts, key)
-        total = _tokenize_all(units, job, parts, workers, progress)
-        if total.documents == 0:
-            shutil.rmtree(parts)
-            paths = ", ".join(sorted({unit.path for unit in units}))
-            raise ValueError(f"no document with text in {paths}; skipped: {named_counts(total.skipped)}")
+        try:
+            total = _tokenize_all(units, job, parts, workers, progress)
+            if total.documents == 0:
+                paths = ", ".join(sorted({unit.path for unit in units}))
+                raise ValueError(f"no document with text in {paths}; skipped: {named_counts(total.skipped)}")
+        except ValueError:
+            _drop(parts)
+            if not (parts / _MERGING).exists():
+                parts.rmdir()
+            raise
+        (parts / _MERGING).touch()
         merge([_part_prefix(parts, part) for part in range(len(units))], prefix)
         tokenizer.save(tokenizer_folder(prefix))
         info = replace(
@@ -109,6 +117,7 @@ def prepare_corpus(
             skipped=dict(total.skipped),
         )
         write_info(prefix, info)
+        (parts / _MERGING).unlink()
         shutil.rmtree(parts)
     return info
 
@@ -156,9 +165,15 @@ def _open_parts(parts: Path, key: str) -> None:
     """Keep the finished parts of the same plan, drop those of another."""
     plan = parts / "plan.json"
     if not plan.is_file() or json.loads(plan.read_text(encoding="utf-8")) != {"key": key}:
-        for stale in parts.iterdir():
-            stale.unlink()
+        _drop(parts)
     cache.write_json(plan, {"key": key})
+
+
+def _drop(parts: Path) -> None:
+    """Remove what was prepared, but not what is known of the prefix's own files."""
+    for path in parts.iterdir():
+        if path.name != _MERGING:
+            path.unlink()
 
 
 def _part_prefix(parts: Path, part: int) -> Path:

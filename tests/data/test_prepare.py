@@ -105,7 +105,47 @@ def test_a_fault_is_named_and_no_output_appears(source: str, job: TokenizeJob, t
         file.write("null\n")
     with pytest.raises(ValueError, match=r"d\.jsonl:61: found null"):
         prepare_corpus(plan_units(source), job, tmp_path / "out", plan_key="k", workers=workers)
-    assert not exists(tmp_path / "out")
+    assert not exists(tmp_path / "out") and not (tmp_path / "out.parts").exists()
+
+
+def test_a_corpus_stays_whatever_becomes_of_its_replacement(
+    source: str, job: TokenizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault or an interruption under `--overwrite` is no leave to overwrite without it."""
+    out, text = tmp_path / "out", Path(source).read_text()
+    prepare_corpus(plan_units(source), job, out, plan_key="old")
+    before = files(out)
+    Path(source).write_text(text + "null\n")
+    with pytest.raises(ValueError, match="found null"):
+        prepare_corpus(plan_units(source), job, out, plan_key="fault", overwrite=True)
+    Path(source).write_text(text + '{"text": "w1"}\n')
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_tokenize_all", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_corpus(plan_units(source), job, out, plan_key="new", overwrite=True)
+    with pytest.raises(ValueError, match="are there already"):
+        prepare_corpus(plan_units(source), job, out, plan_key="new")
+    assert files(out) == before
+    prepare_corpus(plan_units(source), job, out, plan_key="new", overwrite=True)
+    assert files(out) != before and not (tmp_path / "out.parts").exists()
+
+
+def test_what_ended_in_its_merge_goes_on_without_being_asked(
+    source: str, job: TokenizeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_corpus(plan_units(source), job, tmp_path / "whole", plan_key="k")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_info", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare_corpus(plan_units(source), job, out, plan_key="k")
+    assert exists(out)
+    Path(source).write_text(Path(source).read_text() + "null\n")
+    with pytest.raises(ValueError, match="found null"):
+        prepare_corpus(plan_units(source), job, out, plan_key="fault")
+    Path(source).write_text(Path(source).read_text().removesuffix("null\n"))
+    prepare_corpus(plan_units(source), job, out, plan_key="k")
+    assert files(out) == files(tmp_path / "whole") and not (tmp_path / "out.parts").exists()
 
 
 def test_nothing_to_write_is_an_error(job: TokenizeJob, tmp_path: Path) -> None:
