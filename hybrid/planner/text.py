@@ -29,6 +29,16 @@ def counted(count: int, noun: str, several: str = "") -> str:
     return f"{count} {noun if count == 1 else several or noun + 's'}"
 
 
+def rounded(count: int) -> str:
+    """To a decimal of the unit that suits it: `131`, `4.0 M`, `70.6 B`."""
+    if count < 1000:
+        return str(count)
+    for scale, unit in ((10**3, " K"), (10**6, " M")):
+        if round(count / scale, 1) < 1000:
+            return f"{count / scale:.1f}{unit}"
+    return f"{count / 10**9:.1f} B"
+
+
 def layout_name(w: Workload) -> str:
     """The layout in short: `TP8+SP PP4 DP2`, with `x2` after PP where each pipeline rank holds 2 stages."""
     chunks = f" x{w.chunks}" if w.chunks > 1 else ""
@@ -90,7 +100,7 @@ def describe_search(request: Request, found: Found, top: int) -> list[str]:
     """The answer to a search."""
     gpu, model = request.gpu, request.model
     lines = [
-        f"{num_parameters(model) / 1e9:.1f} B parameters on {request.gpus} x {gpu.name}, "
+        f"{rounded(num_parameters(model))} parameters on {request.gpus} x {gpu.name}, "
         f"{counted(request.global_batch, 'sample')} of {request.seq_length} tokens a step, {request.precision}, "
         f"training {trained_name(request.lora)}",
         f"a rank may use {gpu.memory_gib - RESERVE_GIB:.1f} of {gpu.memory_gib} GiB "
