@@ -109,14 +109,17 @@ def choose(resume: str, root: Path) -> Path | None:
             return path
         passed_over.append(f"{path.name}: {'; '.join(problems)}")
     if outcome.needed:
-        sound = "sound " if passed_over else ""
-        verdict = (
-            f"hybrid.training.resume is {resume}, but {outcome.folder} holds no {sound}checkpoint: name the folder of "
-            "one, or of a run that has one, or start afresh with --resume none"
-        )
-        raise CheckpointError([verdict, *passed_over])
+        raise _nothing_sound(resume, outcome.folder, passed_over)
     _say(passed_over)
     return None
+
+
+def _nothing_sound(resume: str, folder: Path, passed_over: list[str]) -> CheckpointError:
+    remedy = "name the folder of one, or of a run that has one, or start afresh with --resume none"
+    if not passed_over:
+        return CheckpointError([f"hybrid.training.resume is {resume}, but {folder} holds no checkpoint: {remedy}"])
+    where = f"{folder}, which holds no sound checkpoint (hybrid.training.resume is {resume})"
+    return CheckpointError(passed_over, where, f"To go on, {remedy}.")
 
 
 def _say(passed_over: list[str]) -> None:

@@ -12,16 +12,18 @@ _LONGEST_VALUE = 80
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, in one message of numbered lines."""
 
-    def __init__(self, violations: Sequence[str], where: str = "the configuration") -> None:
+    def __init__(self, violations: Sequence[str], where: str = "the configuration", remedy: str = "") -> None:
         self.violations = tuple(violations)
         """One sentence each: the bad value, the rule, the remedy."""
         self.where = where
+        self.remedy = remedy
+        """What helps against all of them, on a line of its own below."""
         count = counted(len(self.violations), "problem")
         lines = [f"  {number}. {violation}" for number, violation in enumerate(self.violations, start=1)]
-        super().__init__("\n".join([f"{count} in {where}:", *lines]))
+        super().__init__("\n".join([f"{count} in {where}:", *lines, *([remedy] if remedy else [])]))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
-        return type(self), (self.violations, self.where)
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str, str]]:
+        return type(self), (self.violations, self.where, self.remedy)
 
 
 def counted(count: int, noun: str) -> str:

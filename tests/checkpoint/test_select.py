@@ -121,7 +121,15 @@ def test_nothing_sound_is_an_error_unless_a_fresh_start_was_asked_for(chosen: Ch
     for path in root.glob("step-*"):
         (path / "manifest.json").unlink()
     name, _ = chosen("auto", root)
-    assert name.startswith("error:") and name.count("it has no manifest.json") == 3 and "--resume none" in name
+    reasons = [
+        f"  {number}. step-0000000{step}: it has no manifest.json, so it was never completed"
+        for number, step in enumerate((6, 4, 2), start=1)
+    ]
+    assert name.splitlines() == [
+        f"error: 3 problems in {root}, which holds no sound checkpoint (hybrid.training.resume is auto):",
+        *reasons,
+        "To go on, name the folder of one, or of a run that has one, or start afresh with --resume none.",
+    ]
     assert chosen("none", root)[0] == "fresh"
 
 

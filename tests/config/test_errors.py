@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from hybrid.config.errors import ConfigError, nearest, shown, unknown_key
@@ -14,6 +16,8 @@ def test_numbered_lines() -> None:
     assert str(error) == "2 problems in run.json:\n  1. first\n  2. second"
     assert error.violations == ("first", "second")
     assert str(ConfigError(["only"])).startswith("1 problem in")
+    helped = ConfigError(["first"], "run.json", "Do this.")
+    assert str(helped) == str(pickle.loads(pickle.dumps(helped))) == "1 problem in run.json:\n  1. first\nDo this."
 
 
 @pytest.mark.parametrize(
