@@ -226,12 +226,14 @@ class Trainer:
             self.checkpointer.report()
 
     def _summarize(self) -> None:
-        """RUN/summary.json: the bytes each rank holds, and those rank 0 moves in a step, as measured."""
+        """RUN/summary.json: the last losses, the bytes each rank holds, and those rank 0 moves in a step, as
+        measured."""
         ranks = self._observer.memory_by_rank(self.engine.optimizer)
         if self.grid.rank != 0:
             return
         held = memory_bytes(self.engine.optimizer)
-        summary = {"memory_bytes": held, "traffic_of_one_step": self._traffic, "ranks": ranks}
+        losses = self._recorder.last_losses()
+        summary = {**losses, "memory_bytes": held, "traffic_of_one_step": self._traffic, "ranks": ranks}
         (self.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         logger.info("rank 0 holds %s", ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in held.items()))
         for axis, ops in self._traffic.items():

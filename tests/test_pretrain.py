@@ -62,6 +62,11 @@ def test_the_metrics_are_complete(demo_run):
     config = json.loads((folder / "config.json").read_text())
     assert config["gradient_accumulation_steps"] == 4 and config["hybrid"]["tensor_model_parallel_size"] == 2
     summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["loss"]) == (100, lines[-1]["loss"])
+    assert (summary["eval_step"], summary["eval_loss"]) == (
+        100,
+        read_lines(folder / "evaluations.jsonl")[-1]["eval_loss"],
+    )
     assert summary["memory_bytes"]["parameters"] > 0
     assert {"all_gather", "reduce_scatter"} <= set(summary["traffic_of_one_step"]["tensor"])
 

@@ -71,6 +71,9 @@ def test_stages_between_first_and_last_read_nothing(pool: WorkerPool, tmp_path: 
         stages, one = lines(tmp_path / "stages", name), lines(tmp_path / "alone", name)
         assert [step for step, _ in stages] == [step for step, _ in one]
         assert [loss for _, loss in stages] == pytest.approx([loss for _, loss in one], rel=1e-4)
+    summary = json.loads((tmp_path / "stages" / "summary.json").read_text())
+    last, evaluated = (lines(tmp_path / "stages", name)[-1] for name in ("metrics.jsonl", "evaluations.jsonl"))
+    assert (summary["step"], summary["loss"]) == last and (summary["eval_step"], summary["eval_loss"]) == evaluated
 
 
 def warnings(config: dict[str, Any]) -> list[str]:

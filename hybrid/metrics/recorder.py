@@ -142,6 +142,20 @@ class MetricsRecorder:
         self._append(EVALUATIONS_FILE, {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens})
         self._show(f"step {step}/{self._total} | evaluation loss {eval_loss:.4f} | {eval_tokens} tokens")
 
+    def last_losses(self) -> dict[str, object]:
+        """`step` and `loss` of the run's last step, `eval_step` and `eval_loss` of its last evaluation, as far as
+        there are any; also those of earlier launches. Rank 0 asks."""
+        found: dict[str, object] = {}
+        for name, keys in (
+            (METRICS_FILE, {"step": "step", "loss": "loss"}),
+            (EVALUATIONS_FILE, {"step": "eval_step", "eval_loss": "eval_loss"}),
+        ):
+            lines = (_tail(self._paths[name]) + self._unwritten.get(name, b"")).splitlines()
+            if lines:
+                last = json.loads(lines[-1])
+                found |= {shown: last[key] for key, shown in keys.items()}
+        return found
+
     def _append(self, name: str, values: Mapping[str, object]) -> None:
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -176,6 +190,13 @@ def _append_whole(path: Path, lines: bytes) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def _tail(path: Path, size: int = 1 << 16) -> bytes:
+    """The end of a file, with the last line whole."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read()
 
 
 def describe(metrics: StepMetrics) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from hybrid.metrics import recorder as recording
 from hybrid.metrics.memory import peak_memory_bytes
 from hybrid.metrics.recorder import MetricsRecorder, StepMetrics, Throughput
 
@@ -105,6 +106,22 @@ def test_a_fresh_run_starts_with_empty_files(tmp_path: Path) -> None:
     recorder.record_step(step_metrics(1))
     MetricsRecorder(tmp_path, rank=0, total_steps=9, console=quiet())
     assert read(tmp_path / "metrics.jsonl") == read(tmp_path / "evaluations.jsonl") == []
+
+
+def test_the_last_losses_are_those_of_the_run_over_its_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = MetricsRecorder(tmp_path, rank=0, total_steps=400, console=quiet())
+    assert first.last_losses() == {}
+    for step in range(1, 301):  # more than the end of the file that is read
+        first.record_step(step_metrics(step, loss=float(step)))
+    assert first.last_losses() == {"step": 300, "loss": 300.0}
+    first.record_evaluation(step=300, eval_loss=2.5, eval_tokens=7)
+    later = MetricsRecorder(tmp_path, rank=0, total_steps=400, first_step=301, console=quiet())
+    assert later.last_losses() == {"step": 300, "loss": 300.0, "eval_step": 300, "eval_loss": 2.5}
+    monkeypatch.setattr(recording, "_append_whole", lambda *a: (_ for _ in ()).throw(OSError("full")))
+    later.record_step(step_metrics(301, loss=float("nan")))
+    assert later.last_losses() == {"step": 301, "loss": None, "eval_step": 300, "eval_loss": 2.5}
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
