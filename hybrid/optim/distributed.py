@@ -8,6 +8,7 @@ and gathered, each bucket waited for by the first layer of the next forward that
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ from hybrid.optim.step_gradients import StepGradients
 from hybrid.tensor_parallel.params import param_spec
 
 logger = logging.getLogger(__name__)
+
+
+class BrokenStep(RuntimeError):
+    """A rank could not do its part of the step: nothing was updated."""
 
 
 class DistributedOptimizer:
@@ -163,6 +168,10 @@ class DistributedOptimizer:
             self._raised = tuple(flags)
             self._flags.copy_(torch.tensor(flags, dtype=torch.float64))
 
+    def break_off(self) -> None:
+        """Let this step end in a `BrokenStep` on every rank."""
+        self._loss.fill_(math.nan)  # also of the sum over the ranks, where a number of tokens is always finite
+
     def finish_gradients(self) -> None:
         """Wait for the data-parallel reduction, then add up what replicas hold in parts."""
         self.gradients.finish()
@@ -174,6 +183,7 @@ class DistributedOptimizer:
 
         Raises:
             RuntimeError: too many skips in a row, or fp16 overflow at the minimum loss scale; on every rank.
+            BrokenStep: after `break_off` on any rank; on every rank.
         """
         self.refresh_changed()
         norm_and_flag = self._replicas.local_norm(self._device)
@@ -181,6 +191,8 @@ class DistributedOptimizer:
         if self._grid.world_size > 1:
             dist.all_reduce(totals)
         square_sum, bad_ranks, loss_sum, tokens, *raised = totals.tolist()
+        if math.isnan(tokens):
+            raise BrokenStep
         flags = tuple(count > 0 for count in raised)
         if bad_ranks or not tokens:
             self._skip(loss_sum, int(tokens), flags)

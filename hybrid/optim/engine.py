@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,16 +13,16 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from hybrid.agreement import everyone
 from hybrid.grid import Grid
 from hybrid.optim.build import MakeOptimizer
-from hybrid.optim.distributed import DistributedOptimizer
+from hybrid.optim.distributed import BrokenStep, DistributedOptimizer
+from hybrid.optim.reading import Batch, Reader
 from hybrid.optim.settings import OptimizerSettings
 from hybrid.pipeline.module import LlamaPipeline
 from hybrid.pipeline.schedule import PassSchedule
 from hybrid.pipeline.transfers import Form, Transfers
 
-Batch = tuple[torch.Tensor, ...]
-"""Token ids and shifted labels, of packed documents also positions and segment numbers; each [b, s] int64."""
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -70,6 +71,9 @@ class HybridEngine(PipelineEngine):
         self.module_forward_pre_hook.remove()
         self.module_forward_post_hook.remove()
         self.pipe_buffers["gradients"] = []
+        # As small as a sequence can be that is cut over the tensor-parallel ranks.
+        blank = torch.zeros(self.micro_batch_size, grid.parallel.tensor_model_parallel_size, dtype=torch.int64)
+        self._reader = Reader((blank, torch.full_like(blank, -100)), one_shape=self.num_stages > 1)
         self._transfers: Transfers | None = None
         self._forms: list[Form] = []
         if self.num_stages > 1:
@@ -90,6 +94,27 @@ class HybridEngine(PipelineEngine):
             dist.all_reduce(trainable)
         if not trainable:
             raise ValueError("no parameter of the model requires a gradient: leave at least one trainable")
+
+    def train_batch(self, data_iter: Iterator[Batch] | None = None) -> torch.Tensor:
+        """Train on the microbatches of a step; its loss, on every rank.
+
+        Raises:
+            ValueError: the data end within the step, or change their shape under a pipeline; the same on every rank,
+                and nothing is updated.
+        """
+        try:
+            loss: torch.Tensor = super().train_batch(data_iter)
+        except BrokenStep:
+            if self._transfers is not None:
+                self._transfers.finish()
+            raise self._fault() from None
+        return loss
+
+    def _fault(self) -> ValueError:
+        """What the ranks read; a collective call."""
+        faults, self._reader.fault = everyone(self._reader.fault), None
+        found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
+        return ValueError(f"rank {found[0][0]}: {found[0][1]}")
 
     def _train_schedule(self) -> PassSchedule:
         self._backwards = [0] * len(self.module.chunks)
@@ -117,7 +142,9 @@ class HybridEngine(PipelineEngine):
 
     def _next_batch(self) -> tuple[Any, torch.Tensor]:
         """(what the first stage takes, labels) of the next microbatch."""
-        tokens, labels, *packing = next(self.data_iterator)
+        tokens, labels, *packing = self._reader.take(self.data_iterator)
+        if self._reader.fault is not None and self._eval_totals is None:
+            self.optimizer.break_off()
         if not packing:
             return tokens, labels
         _, segments = packing
@@ -203,6 +230,9 @@ class HybridEngine(PipelineEngine):
         """(mean loss, supervised tokens) over `num_micro_batches` of every data-parallel rank; alike on every rank.
 
         Unlike DeepSpeed's eval_batch, a token counts the same in whatever microbatch it lies.
+
+        Raises:
+            ValueError: as `train_batch`.
         """
         training_batches = self.data_iterator
         self._eval_totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -216,9 +246,13 @@ class HybridEngine(PipelineEngine):
         self.pipe_buffers = {key: [None] * len(value) for key, value in self.pipe_buffers.items()}
         if self._hybrid_grid.tensor_rank != 0:
             totals.zero_()
+        if self._reader.fault is not None:
+            totals.fill_(math.nan)  # also of the sum over the ranks
         if self._hybrid_grid.world_size > 1:
             dist.all_reduce(totals)
         loss_sum, tokens = totals.tolist()
+        if math.isnan(tokens):
+            raise self._fault()
         return loss_sum / max(tokens, 1), int(tokens)
 
     # The engine looks its methods up here, not by name.
