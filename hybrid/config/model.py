@@ -278,10 +278,10 @@ def read_model_json(source: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_hub(repository: str) -> Path:
-    def get() -> str:
+    def get(cached: bool) -> str:
         from huggingface_hub import hf_hub_download
 
-        return hf_hub_download(repository, "config.json")
+        return hf_hub_download(repository, "config.json", local_files_only=cached)
 
     return download(repository, get, lambda sentence: ConfigError([f"model {repository!r}: {sentence}"]))
 

@@ -24,12 +24,12 @@ def fetch(source: str | Path) -> Path:
     if not is_repository_name(name):
         raise CheckpointError(["there is no such folder"], name)
 
-    def snapshot() -> str:
+    def snapshot(cached: bool) -> str:
         from huggingface_hub import snapshot_download
 
-        files = snapshot_download(name, allow_patterns=_FILES)
+        files = snapshot_download(name, allow_patterns=_FILES, local_files_only=cached)
         if any(Path(files).glob("*.safetensors")):
             return files
-        return snapshot_download(name, allow_patterns=[*_FILES, "pytorch_model*.bin"])
+        return snapshot_download(name, allow_patterns=[*_FILES, "pytorch_model*.bin"], local_files_only=cached)
 
     return download(name, snapshot, lambda sentence: CheckpointError([sentence], name))

@@ -268,8 +268,8 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         load_model_config("nobody/nothing")
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
 
-    def cached(repository: str, filename: str) -> str:
-        assert (repository, filename) == ("meta-llama/Llama-2-7b-hf", "config.json")
+    def cached(repository: str, filename: str, *, local_files_only: bool) -> str:
+        assert local_files_only and (repository, filename) == ("meta-llama/Llama-2-7b-hf", "config.json")
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", cached)
