@@ -30,6 +30,11 @@ def exchange_meaning() -> Meaning | None:
     return _meanings[-1] if _meanings else None
 
 
+def by_exchange(x: Tensor) -> bool:
+    """Whether all-to-alls stand for the collectives of such a tensor."""
+    return x.is_cpu
+
+
 def _exchange(
     output: Tensor, x: Tensor, group: dist.ProcessGroup, meaning: Meaning, splits: list[int] | None = None
 ) -> Any:

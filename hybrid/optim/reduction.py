@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hybrid.collectives import Awaited, exchange_reduce, reduce_scatter_single
+from hybrid.collectives import Awaited, by_exchange, exchange_reduce, reduce_scatter_single
 
 
 def reduces_in_place(buffer: torch.Tensor, wire: torch.dtype) -> bool:
     """Whether the sum comes about in the buffer itself, without copies that travel."""
-    return wire == torch.float32 and not buffer.is_cpu
+    return wire == torch.float32 and not by_exchange(buffer)
 
 
 def start_reduction(

@@ -6,6 +6,9 @@ Where gloo carries them, on a CPU, all-to-alls stand for them (hybrid/collective
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from hybrid.collectives import (
     Awaited,
     all_gather_single,
+    by_exchange,
     exchange_gather,
     exchange_pair,
     exchange_reduce,
@@ -23,21 +27,21 @@ Group = dist.ProcessGroup | None
 """A process group, or None for one rank: then nothing is communicated and tensors pass through untouched."""
 
 
+def _finish(work: Any, output: Tensor, source: Tensor) -> Tensor:
+    """Wait; `source` has lived until then, as the transfer reads it."""
+    work.wait()
+    return output
+
+
 def start_all_gather(x: Tensor, group: Group) -> Awaited:
     """Launch the concatenation along dim 0 of every rank's `x`, in rank order."""
     if group is None:
         return lambda: x
     x = x.contiguous()
-    if x.is_cpu:
+    if by_exchange(x):
         return exchange_gather(x, group)
     output = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
-    work = all_gather_single(output, x, group=group, async_op=True)
-
-    def gathered() -> Tensor:
-        work.wait()
-        return output
-
-    return gathered
+    return partial(_finish, all_gather_single(output, x, group=group, async_op=True), output, x)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Awaited:
@@ -46,16 +50,10 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Awaited:
         return lambda: x
     assert x.size(0) % group.size() == 0, "dim 0 is a multiple of the group's size"
     x = x.contiguous()
-    if x.is_cpu:
+    if by_exchange(x):
         return exchange_reduce(x, group, x.dtype)
     output = x.new_empty(x.size(0) // group.size(), *x.shape[1:])
-    work = reduce_scatter_single(output, x, group=group, async_op=True)
-
-    def scattered() -> Tensor:
-        work.wait()
-        return output
-
-    return scattered
+    return partial(_finish, reduce_scatter_single(output, x, group=group, async_op=True), output, x)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Awaited:
@@ -63,17 +61,10 @@ def start_all_reduce(x: Tensor, group: Group) -> Awaited:
     if group is None:
         return lambda: x
     x = x.contiguous()
-    if x.is_cpu and group.size() == 2:
+    if by_exchange(x) and group.size() == 2:
         other = exchange_pair(x, group)
         return lambda: x.add_(other())
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
-
-    def reduced() -> Tensor:
-        work.wait()
-        return x
-
-    return reduced
+    return partial(_finish, dist.all_reduce(x, group=group, async_op=True), x, x)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -95,7 +86,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """Elementwise maximum over the ranks, in place."""
     if group is None:
         return x
-    if x.is_cpu and group.size() == 2:
+    if by_exchange(x) and group.size() == 2:
         return torch.maximum(x, exchange_pair(x, group)(), out=x)
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
