@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hybrid.config.parallel import Shard
 from hybrid.tensor_parallel.chunks import default_chunk_tokens, keeps_logits
 from hybrid.tensor_parallel.collectives import (
     all_gather,
@@ -44,18 +45,19 @@ class _ChunkedLoss:
     def run(self, labels: Tensor, vocab_size: int, tp: TensorParallel, chunk_tokens: int) -> Tensor:
         """Sum of the losses of `labels` [n], an fp32 scalar."""
         shard = vocab_shard(vocab_size, tp.size, tp.rank)
+        parts = (slice(begin, begin + chunk_tokens) for begin in range(0, labels.size(0), chunk_tokens))
+        return torch.stack([self._chunk(part, labels[part], shard, tp) for part in parts]).sum()
+
+    def _chunk(self, part: slice, labels: Tensor, shard: Shard, tp: TensorParallel) -> Tensor:
+        """The sum of a chunk's losses. Its logits end with the call: those of the next are not made beside them."""
         columns = self.weight.size(0)
-        losses = []
-        for begin in range(0, labels.size(0), chunk_tokens):
-            part = slice(begin, begin + chunk_tokens)
-            logits = (self.hidden[part] @ self.weight.t()).float()
-            targets = Targets(labels[part], tp.rank * columns, columns)
-            loss, total = exp_and_loss_(logits, targets, shard, tp)
-            losses.append(loss.sum())
-            if self.grad_hidden is not None or self._need_weight:
-                to_gradient_(logits, total, targets)
-                self._accumulate(part, logits.to(self.weight.dtype))
-        return torch.stack(losses).sum()
+        logits = (self.hidden[part] @ self.weight.t()).float()
+        targets = Targets(labels, tp.rank * columns, columns)
+        loss, total = exp_and_loss_(logits, targets, shard, tp)
+        if self.grad_hidden is not None or self._need_weight:
+            to_gradient_(logits, total, targets)
+            self._accumulate(part, logits.to(self.weight.dtype))
+        return loss.sum()
 
     def _accumulate(self, part: slice, grad_logits: Tensor) -> None:
         if self.grad_hidden is not None:

@@ -240,16 +240,17 @@ def test_half_precision_gradients_are_scaled_in_fp32(hidden_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1024, 2048])
-def test_peak_memory_is_below_a_quarter_of_the_logits(tokens: int, dtype: torch.dtype) -> None:
+def test_peak_memory_is_below_an_eighth_of_the_logits(tokens: int, dtype: torch.dtype) -> None:
     vocab, hidden_size = 128256, 16
     tp = TensorParallel.single()
     x = torch.randn(tokens, 1, hidden_size, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, vocab, (1, tokens))
-    with LiveStorage() as live:
+    with LiveStorage(outside=(x, weight)) as live:
         loss, count = linear_cross_entropy(x, weight, labels, vocab_size=vocab, tp=tp)
         (loss / count).backward()
-    assert 0 < live.peak < tokens * vocab * 4 / 4
+    # One chunk's logits are a sixteenth, in bf16 with a half of that beside; two chunks' would be too much.
+    assert 0 < live.peak < tokens * vocab * 4 / 8
 
 
 @pytest.mark.parametrize(
