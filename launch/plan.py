@@ -76,6 +76,8 @@ def _check_write(path: Path | None, gpus: list[int]) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.top < 1:
+        raise ConfigError([f"--top is {args.top}: it must be at least 1"])
     base: dict[str, Any] | None = read_config(find_config(args.ds_config)) if args.ds_config else None
     _check_write(args.write, args.gpus)
     requests = [request_of(base, args.model, n, args.gpu, args.seq_length, args.global_batch) for n in args.gpus]

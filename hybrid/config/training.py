@@ -148,8 +148,15 @@ class LoraConfig(_Section):
     """The adapter's output is scaled by alpha / r. Default 16."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which an element of the adapter's input is dropped in training. Default 0."""
-    targets: list[LoraTarget] = Field(default_factory=lambda: list(get_args(LoraTarget)), min_length=1)
+    targets: list[LoraTarget] = Field(default_factory=lambda: list(get_args(LoraTarget)))
     """Projections that get an adapter, in every layer. Default: all seven."""
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, value: list[LoraTarget]) -> list[LoraTarget]:
+        if not value or len(set(value)) < len(value):
+            raise PydanticCustomError("targets", "at least one projection, and each named once")
+        return value
 
 
 class FinetuneConfig(_Section):

@@ -188,7 +188,7 @@ def attention_flops(w: Workload) -> int:
 
 
 def head_gemms(w: Workload) -> list[Gemm]:
-    """The head's products, all of them made in forward, chunk by chunk: three, or two if its weight is frozen."""
+    """The head's products, forward and backward together, chunk by chunk: three, or two if its weight is frozen."""
     h, v = w.model.hidden_size, w.local_vocab
     gemms = []
     for size in sorted(set(loss_chunks(w))):

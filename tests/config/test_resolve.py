@@ -234,6 +234,12 @@ def test_what_is_missing_and_how_time_is_written_are_named() -> None:
     matching(found, 'max_wall_time is "1h": it must be seconds, or H:MM:SS as in 1:30:00')
 
 
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj", "q_proj"]])
+def test_adapted_projections_are_named_once(targets: list[str]) -> None:
+    found = violations({"lora": {"targets": targets}}, 1)
+    matching(found, f"hybrid.lora.targets is {json.dumps(targets)}: it must be at least one projection")
+
+
 @pytest.mark.parametrize(
     ("section", "path"),
     [

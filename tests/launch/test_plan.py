@@ -82,6 +82,8 @@ def test_errors_name_the_remedy() -> None:
     assert code == 2 and "Traceback" not in output
     code, output, _ = plan("--model", "llama3-8b")
     assert code == 2 and "--gpus" in output
+    code, output, _ = plan("--model", "llama3-8b", "--gpus", 8, "--top", 0)
+    assert code == 2 and "--top is 0: it must be at least 1" in output
 
 
 def test_no_framework_is_imported() -> None:
