@@ -22,12 +22,13 @@ Awaited = Callable[[], Tensor]
 
 Meaning = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
-_meanings: list[Meaning] = []
+_MEANING = "_hybrid_stands_for"
 
 
-def exchange_meaning() -> Meaning | None:
-    """The collective that the all-to-all being issued stands for; for whoever counts collectives."""
-    return _meanings[-1] if _meanings else None
+def exchange_meaning(output: Tensor) -> Meaning | None:
+    """The collective that an all-to-all into `output` stands for; for whoever counts collectives."""
+    meaning: Meaning | None = getattr(output, _MEANING, None)
+    return meaning
 
 
 def by_exchange(x: Tensor) -> bool:
@@ -38,11 +39,8 @@ def by_exchange(x: Tensor) -> bool:
 def _exchange(
     output: Tensor, x: Tensor, group: dist.ProcessGroup, meaning: Meaning, splits: list[int] | None = None
 ) -> Any:
-    _meanings.append(meaning)
-    try:
-        return dist.all_to_all_single(output, x, splits, splits, group=group, async_op=True)
-    finally:
-        _meanings.pop()
+    setattr(output, _MEANING, meaning)
+    return dist.all_to_all_single(output, x, splits, splits, group=group, async_op=True)
 
 
 def exchange_gather(x: Tensor, group: dist.ProcessGroup) -> Awaited:

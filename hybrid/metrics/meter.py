@@ -70,7 +70,7 @@ class TrafficMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            op = exchange_meaning() or _NAMES.get(name)
+            op = exchange_meaning(args[0]) if name == "alltoall_base_" else _NAMES.get(name)
             if op is not None:
                 self._record(op, args)
         return func(*args, **(kwargs or {}))

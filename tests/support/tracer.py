@@ -202,7 +202,9 @@ class Tracer(TorchDispatchMode):
             self._wait_for(args[0])
         if name in _NOT_COLLECTIVES:
             return result
-        op = exchange_meaning() or _NAMES.get(name, _NAMES.get(name.rstrip("_"), name.rstrip("_")))
+        op = _NAMES.get(name, _NAMES.get(name.rstrip("_"), name.rstrip("_")))
+        if name == "alltoall_base_":
+            op = exchange_meaning(args[0]) or op
         parts = [[leaf for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)] for part in (*args, result)]
         largest = max(parts, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
         empty = op == "barrier" or not largest

@@ -56,7 +56,7 @@ class Events(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith("c10d."):
-            meaning = exchange_meaning()
+            meaning = exchange_meaning(args[0]) if "alltoall" in name else None
             self.names += [meaning] if meaning else [ours for theirs, ours in _COLLECTIVES.items() if theirs in name]
         elif name.startswith(_GEMMS):
             self.names.append("gemm")
