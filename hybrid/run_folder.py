@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -30,22 +30,51 @@ def held(folder: Path) -> Iterator[None]:
 
     The lock is the kernel's, on an open file: it ends with the process, however that ends. On NFS the server has it,
     and gives up that of a host that has died when the host's lease is over. What is written in the file locks nothing;
-    it is for whoever is kept out to read.
+    it is for whoever is kept out to read. A folder that was made here, and into which nothing was put, goes again.
 
     Raises:
         ConfigError: another run is at work there, or the folder cannot be written to.
     """
-    path = folder / LOCK
+    made = not folder.exists()
+    handle = _take(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # for writing: NFS locks no other
-    except OSError as error:
-        raise unwritable(folder, error) from None
-    try:
-        _lock(handle, folder)
         yield
     finally:
+        if made:
+            _remove_if_empty(folder)
         os.close(handle)
+
+
+def _take(folder: Path) -> int:
+    """An open handle of the lock file, locked."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # for writing: NFS locks no other
+        except OSError as error:
+            raise unwritable(folder, error) from None
+        try:
+            _lock(handle, folder)
+            if _is_there(handle, folder / LOCK):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the run that held it has just removed it
+
+
+def _is_there(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except OSError:
+        return False
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        if [entry.name for entry in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:

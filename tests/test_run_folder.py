@@ -43,6 +43,30 @@ def test_a_second_run_is_told_of_the_first(tmp_path: Path) -> None:
         pass
 
 
+def test_a_refused_run_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    new, old, used = tmp_path / "new", tmp_path / "old", tmp_path / "used"
+    old.mkdir()
+    for folder in (new, old, used):
+        with held(folder):
+            if folder is used:
+                (used / "config.json").touch()
+    assert not new.exists() and old.is_dir() and (used / "config.json").exists()
+
+
+def test_a_lock_that_was_removed_meanwhile_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def remove_once(handle: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / LOCK).unlink()
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_once)
+    with held(tmp_path):
+        with pytest.raises(ConfigError, match="another run is at work"), held(tmp_path):
+            pass
+
+
 def test_a_killed_run_leaves_the_folder_free_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
