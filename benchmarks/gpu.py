@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu [--model llama3.2-1b] [--seq_length 4096] [--steps 10] [--output runs/benchmarks]
 
-The whole engine in bf16, stage 1, 4 microbatches of 2 sequences of random tokens. torch's operators and Liger's run one
-after the other, each in a process of its own, whose memory begins empty. A model of 1 B parameters needs about 40 GB.
+The whole engine in bf16, stage 1, 4 microbatches of 2 sequences of random tokens. torch's operators, the same
+compiled, and Liger's run one after the other, each in a process of its own, whose memory begins empty. A model of 1 B
+parameters needs about 40 GB.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hybrid.config.resolve import resolve_config
 from hybrid.environment import init_distributed
 from hybrid.metrics.flops import flops_per_token, peak_flops
 from hybrid.metrics.memory import peak_memory_bytes
-from hybrid.model.kernels import liger_problem
+from hybrid.model.kernels import Choice, kernels_problem
 
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 WARM_UP = 3
@@ -165,9 +166,10 @@ def main() -> int:
         print("benchmarks.gpu measures a GPU, and torch sees none here", file=sys.stderr)
         return 2
     results = []
-    for kernels in ("torch", "liger"):
-        if kernels == "liger" and (problem := liger_problem(torch.device("cuda"))):
-            print(f"without Liger: {problem}", file=sys.stderr)
+    choices: tuple[Choice, ...] = ("torch", "compile", "liger")
+    for kernels in choices:
+        if problem := kernels_problem(kernels, torch.device("cuda")):
+            print(f"without {kernels}: {problem}", file=sys.stderr)
             continue
         tree = configuration(args.model, args.seq_length, kernels)
         with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:

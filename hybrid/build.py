@@ -18,7 +18,7 @@ from hybrid.convert.hub import fetch
 from hybrid.convert.load import check_model, load_weights
 from hybrid.convert.manifest import is_manifest
 from hybrid.grid import Grid
-from hybrid.model.kernels import Kernels, choose_kernels, liger_problem
+from hybrid.model.kernels import TORCH, Kernels, choose_kernels, kernels_problem
 from hybrid.optim.build import optimizer_factory
 from hybrid.optim.engine import HybridEngine
 from hybrid.optim.policy import choose_policy
@@ -73,14 +73,14 @@ def _kernels(run: RunConfig, device: torch.device) -> Kernels:
     """What `hybrid.kernels` asks for, alike on all ranks, since replicated values must be; a collective call.
 
     Raises:
-        ConfigError: the run asks for Liger's and some rank cannot run them.
+        ConfigError: the run names some that a rank cannot run.
     """
     wanted = run.hybrid.kernels
-    problems = everyone(None if wanted == "torch" else liger_problem(device))
+    problems = everyone(kernels_problem(wanted, device))
     problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
     kernels = rank_zero_first(lambda: choose_kernels(wanted, problem))
-    if dist.get_rank() == 0 and device.type == "cuda":
-        logger.info("RMSNorm and SwiGLU are %s's%s", kernels.name, f" ({problem})" if problem else "")
+    if dist.get_rank() == 0 and (device.type == "cuda" or kernels is not TORCH):
+        logger.info("RMSNorm, SwiGLU and RoPE are %s%s", kernels.name, f" ({problem})" if problem else "")
     return kernels
 
 

@@ -221,9 +221,9 @@ class HybridConfig(_Section):
     """Decoder layers of each stage. Default: balanced, with the embedding and the head weighed in."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activation recomputation. Default none."""
-    kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Operators of RMSNorm and SwiGLU. `auto`: Liger's on a CUDA device where liger-kernel is installed, else torch's.
-    Default auto."""
+    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
+    """Operators of RMSNorm, SwiGLU and RoPE. `liger`: Liger's of the first two. `compile`: torch's, fused by
+    torch.compile. `auto`: Liger's on a CUDA device where liger-kernel is installed, else torch's. Default auto."""
     model: str | dict[str, Any] = "demo"
     """Preset name, folder with a config.json, JSON file, name on the Hugging Face hub, or the content of a config.json.
     Default demo."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import Shard, even_shard, kv_head_shard
 from hybrid.model.cache import KVCache
+from hybrid.model.formulas import Formulas
 from hybrid.model.packing import Documents, Visible
-from hybrid.model.rope import Rope, split_rotary
+from hybrid.model.rope import ROTATION, Rope, split_rotary
 from hybrid.model.varlen import has_kernel, kernel_attention
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -72,13 +73,21 @@ class Attention(nn.Module):
     """q, k and v as one column-parallel projection, attention over this rank's heads, and a row-parallel projection.
 
     Where there are more ranks than key/value heads, neighbours hold the same one, and its gradient is the sum over
-    those ranks (the `replicas` of its segments).
+    those ranks (the `replicas` of its segments). `rotation` computes what `ROTATION` does.
     """
 
     def __init__(
-        self, config: LlamaConfig, layer: int, *, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        rotation: Formulas = ROTATION,
     ) -> None:
         super().__init__()
+        self._rotation = rotation
         assert tp.rng is not None or config.attention_dropout == 0, "attention dropout draws from the tracker"
         q_heads = even_shard(config.num_attention_heads, tp.size, tp.rank)
         kv_heads = kv_head_shard(config.num_key_value_heads, tp.size, tp.rank)
@@ -119,7 +128,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(hidden)
         if release is not None:
             release(qkv)
-        q, k, v = split_rotary(qkv, rope, self.heads, self.kv_heads)
+        q, k, v = split_rotary(qkv, rope, self.heads, self.kv_heads, self._rotation)
         if self.cache is not None:
             k, v = self.cache.append(k, v)
         dropout = self.dropout if self.training else 0.0

@@ -52,7 +52,7 @@ class TransformerBlock(nn.Module):
             return RMSNorm(size, eps, name=f"{name}.{which}", tp=tp, dtype=dtype, device=device, operator=operator)
 
         self.input_layernorm = norm("input_layernorm")
-        self.self_attn = Attention(config, layer, tp=tp, dtype=dtype, device=device)
+        self.self_attn = Attention(config, layer, tp=tp, dtype=dtype, device=device, rotation=kernels.rotation)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MLP(
             config,

@@ -12,34 +12,54 @@ from torch.autograd import Function
 
 from hybrid.config.model import LlamaConfig
 from hybrid.config.parallel import even_shard
+from hybrid.model.formulas import Formulas
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hybrid.tensor_parallel.random import DiscardedOutput
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return out
+
+
+def _joined_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """As `_backward`, which torch.compile cannot follow into parts of a tensor; to a fused kernel, joining is free."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
+
+
+SWIGLU = Formulas(_forward, _backward)
+FUSIBLE_SWIGLU = Formulas(_forward, _joined_backward)
 
 
 class _SwiGLU(Function):
     """silu(gate) up (Shazeer 2020, arXiv:2002.05202). Keeps its input only; backward repeats silu(gate)."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, formulas: Formulas) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        ctx.formulas = formulas
+        result: Tensor = formulas.forward(gate_up)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.formulas.backward(grad, *ctx.saved_tensors), None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, formulas: Formulas = SWIGLU) -> Tensor:
     """[..., 2 f], gate then up, to [..., f]."""
-    result: Tensor = _SwiGLU.apply(gate_up)
+    result: Tensor = _SwiGLU.apply(gate_up, formulas)
     return result
 
 

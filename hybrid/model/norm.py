@@ -9,8 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hybrid.model.formulas import Formulas
 from hybrid.tensor_parallel.context import TensorParallel
 from hybrid.tensor_parallel.params import ParamSpec, replicated, set_spec
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and 1 / rms(x) of each token."""
+    exact = x.float()
+    scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return (exact * scale).to(x.dtype).mul_(weight), scale
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, need_input: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    normed = x * scale  # fp32, as the scale is
+    grad_input = grad_weight = None
+    if need_weight:
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if need_input:
+        inner = grad * weight.float()
+        mean = (inner * normed).mean(-1, keepdim=True)
+        grad_input = inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype)
+    return grad_input, grad_weight
+
+
+RMS_NORM = Formulas(_forward, _backward)
 
 
 class _RMSNorm(Function):
@@ -20,30 +45,22 @@ class _RMSNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        exact = x.float()
-        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, formulas: Formulas) -> Tensor:
+        output, scale = formulas.forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (exact * scale).to(x.dtype).mul_(weight)
+        ctx.formulas = formulas
+        result: Tensor = output
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        need_input, need_weight, _ = ctx.needs_input_grad
-        normed = x * scale  # fp32, as the scale is
-        grad_input = grad_weight = None
-        if need_weight:
-            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        if need_input:
-            inner = grad * weight.float()
-            mean = (inner * normed).mean(-1, keepdim=True)
-            grad_input = inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype)
-        return grad_input, grad_weight, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_input, grad_weight = ctx.formulas.backward(grad, *ctx.saved_tensors, *ctx.needs_input_grad[:2])
+        return grad_input, grad_weight, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, formulas: Formulas = RMS_NORM) -> Tensor:
     """x [..., h] normalised and scaled by weight [h]."""
-    result: Tensor = _RMSNorm.apply(x, weight, eps)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, formulas)
     return result
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hybrid.config.model import LlamaConfig
+from hybrid.model.formulas import Formulas
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin as they multiply [s, b, heads, d] and its halves exchanged: fp32, the first half of sin negated.
@@ -116,59 +117,54 @@ def rope_at(tables: Rope, positions: Tensor) -> Rope:
     return cos[positions, 0], sin[positions, 0]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, or `back`; fp32 whatever x is."""
-    exchanged = x.roll(x.size(-1) // 2, dims=-1)
-    return (x * cos).add_(exchanged * sin, alpha=-1 if back else 1)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """x [s, b, heads, d], each pair (x_i, x_{i+d/2}) turned by its angle, or back; fp32 whatever x is.
 
-
-class _ApplyRope(Function):
-    """Backward is the rotation by the opposite angle: nothing but the tables is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, back=True).to(grad.dtype), None, None
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys [s, b, heads, d].
-
-    In fp32, rounded once at the end; Hugging Face rounds cos, sin and each product to the model's dtype, which in
-    bf16 is the less exact of the two and in fp32 the same.
+    Hugging Face rounds cos, sin and each product to the model's dtype, which in bf16 is the less exact of the two and
+    in fp32 the same.
     """
-    result: Tensor = _ApplyRope.apply(x, cos, sin)
-    return result
+    exchanged = x.roll(x.size(-1) // 2, dims=-1)
+    return (x * cos).add_(exchanged * sin, alpha=direction)
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(x, cos, sin, 1).to(x.dtype)
+
+
+def _backward(grad: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """The rotation by the opposite angle, in place."""
+    grad.copy_(_turned(grad, cos, sin, -1))
+
+
+ROTATION = Formulas(_forward, _backward)
 
 
 class _SplitRotary(Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-        ctx.shape = qkv.shape
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, rotation: Formulas
+    ) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.rotation = qkv.shape, rotation
         ctx.save_for_backward(cos, sin)
         fused = qkv.view(cos.size(0), -1, heads + 2 * kv_heads, cos.size(-1))
         qk, v = fused.split([heads + kv_heads, kv_heads], dim=2)
-        q, k = _rotated(qk, cos, sin).to(qkv.dtype).split([heads, kv_heads], dim=2)
+        q, k = rotation.forward(qk, cos, sin).split([heads, kv_heads], dim=2)
         return q, k, v.contiguous()
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = torch.cat((dq, dk, dv), dim=2)
-        turned = grad.narrow(2, 0, dq.size(2) + dk.size(2))
-        turned.copy_(_rotated(turned, cos, sin, back=True))
-        return grad.view(ctx.shape), None, None, None, None
+        ctx.rotation.backward(grad.narrow(2, 0, dq.size(2) + dk.size(2)), cos, sin)
+        return grad.view(ctx.shape), None, None, None, None, None
 
 
-def split_rotary(qkv: Tensor, rope: Rope, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotary(
+    qkv: Tensor, rope: Rope, heads: int, kv_heads: int, rotation: Formulas = ROTATION
+) -> tuple[Tensor, Tensor, Tensor]:
     """A fused [s b, (heads + 2 kv_heads) d] projection as rotated q and k, and v, each [s, b, its heads, d].
 
-    v is a copy: as a view it would keep the unrotated q and k alive until backward.
+    v is a copy: as a view it would keep the unrotated q and k alive until backward, which needs nothing but the tables.
     """
-    q, k, v = _SplitRotary.apply(qkv, *rope, heads, kv_heads)
+    q, k, v = _SplitRotary.apply(qkv, *rope, heads, kv_heads, rotation)
     return q, k, v

@@ -10,7 +10,7 @@ from transformers import LlamaConfig as HFConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hybrid.config.model import LlamaConfig
-from hybrid.model.rope import Rope, apply_rope, inverse_frequencies, rope_at, rope_tables, split_rotary
+from hybrid.model.rope import Rope, inverse_frequencies, rope_at, rope_tables, split_rotary
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -38,6 +38,12 @@ def _raw(kind: str, theta: float = 10000.0, head_dim: int = 16) -> dict[str, Any
         "max_position_embeddings": 128,
         "rope_parameters": {**KINDS[kind], "rope_theta": theta},
     }
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Queries [s, b, heads, d] alone."""
+    queries, _, _ = split_rotary(x.flatten(2).flatten(0, 1), (cos, sin), x.size(2), 0)
+    return queries
 
 
 def _as_in_transformers(tables: Rope) -> Rope:
