@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import deepspeed.comm
 import pytest
 import torch
 import torch.distributed as dist
+from support.compiler import needs_compiler
 from support.pool import WorkerPool
 
 from hybrid.agreement import RemoteError
@@ -53,10 +52,7 @@ def losses(kernels: str) -> list[float]:
     return [engine.train_batch(iter(batches)).item() for _ in range(3)]
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="torch.compile needs a C++ compiler on a CPU",
-)
+@needs_compiler
 def test_compiled_operators_train_as_torchs_do(pool: WorkerPool) -> None:
     compiled, plain = (pool.run(losses, 2, kernels) for kernels in ("compile", "torch"))
     assert plain[0][-1] < plain[0][0] and compiled[0] == compiled[1]

@@ -12,7 +12,7 @@ from hybrid.config.model import LlamaConfig
 from hybrid.convert.adapters import with_merged_adapters
 from hybrid.convert.compare import first_difference
 from hybrid.convert.errors import CheckpointError
-from hybrid.convert.files import check_place, copy_companions, highest_token_id, write_json
+from hybrid.convert.files import check_target, copy_companions, highest_token_id, write_json
 from hybrid.convert.integrity import check_bytes
 from hybrid.convert.names import EMBEDDING, HEAD, hf_shapes, state_key
 from hybrid.convert.replace import check_replaceable
@@ -98,7 +98,7 @@ def prepared(source: Checkpoint, job: Job) -> Weights:
     Raises:
         ConfigError: lists what is wrong.
     """
-    check_place(job.output, overwrite=job.overwrite)
+    check_target(job.output, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.output, source.path)
     weights = checked_weights(source, job.dtype)

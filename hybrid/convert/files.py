@@ -33,7 +33,7 @@ COMPANIONS = ("generation_config.json", *TOKENIZER_FILES)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_place(directory: Path, *, overwrite: bool) -> None:
+def check_target(directory: Path, *, overwrite: bool) -> None:
     """Whether a folder can be written, which takes no time; what writes it may have much to do first.
 
     Raises:
@@ -54,9 +54,9 @@ def staged(directory: Path, *, overwrite: bool, size: int = 0) -> Iterator[Path]
         size: bytes that will be written, to find a full disk at once.
 
     Raises:
-        CheckpointError: as `check_place`, or the disk is full.
+        CheckpointError: as `check_target`, or the disk is full.
     """
-    check_place(directory, overwrite=overwrite)
+    check_target(directory, overwrite=overwrite)
     staging = directory.with_name(f".{directory.name}.writing")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def exp_and_loss_(logits: Tensor, targets: Targets, shard: Shard, tp: TensorPara
 def to_gradient_(exponentials: Tensor, total: Tensor, targets: Targets, scale: Tensor | None = None) -> None:
     """Turn exponentials [n, V/t] into d loss / d logits, in place; rows of ignored labels become 0.
 
-    `total` is [n, 1]; so is `scale`, if it is not one number, by default 1.
+    `total` and `scale`, by default 1, are [n, 1].
     """
     weight = (torch.ones_like(total) if scale is None else scale).masked_fill(targets.ignored, 0.0)
     exponentials.mul_(weight / total)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib.util
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.compiler import needs_compiler
 from support.llama import small_config
 from torch import Tensor
 
@@ -187,10 +187,6 @@ def test_a_layer_with_liger_is_the_layer_with_torch(recompute: Recompute) -> Non
 
 
 compiled = functools.cache(compiled_kernels)
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="torch.compile needs a C++ compiler on a CPU",
-)
 
 
 @needs_compiler
